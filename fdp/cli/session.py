@@ -335,7 +335,7 @@ def _finish(session: Session, state: TrainState, records: list[StepRecord]) -> N
     options, run, folder, console = session[:4]
     result = exported(run, state)
     summary = summarise(run, result, records) | evaluation_summary(session.evaluator, records)
-    summary |= result_summary(run, state) | session.account.summary()
+    summary |= result_summary(run, state, session.evaluator) | session.account.summary()
     model = export_model(result.params, options.model, folder, guarantees=session.account.promises)
     if launch.rank() == 0:
         summary |= {"file_sha256": run_files.digests_of(model, folder)}

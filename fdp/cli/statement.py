@@ -10,6 +10,7 @@ The statement holds no count, loss, path or text of the private data, and no see
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -68,7 +69,7 @@ def statement_command(
     # torch takes seconds to import; --help and mistakes on the command line should not wait for it.
     from fdp.report.documents import as_markdown, as_text
     from fdp.report.run_facts import read_facts
-    from fdp.report.statement import make_statement
+    from fdp.report.statement import describe_run, make_statement
     from fdp.run.run_folder import read_run_folder
     from fdp.types import FdpError
 
@@ -82,6 +83,9 @@ def statement_command(
         records_per_person=options.records_per_person,
         **other_runs(facts, options.ledger)._asdict(),
     )
+    if facts.search is not None:
+        # Beside the statement, which may be published and leaves the number of a chosen run out.
+        print(f"{run}: {describe_run(facts)}", file=sys.stderr)
     if options.format is Format.json:
         text = json.dumps(statement.facts, indent=2, allow_nan=False) + "\n"
     else:

@@ -65,6 +65,10 @@ SEEDED = (
     "be computed and subtracted. The guarantee holds only towards people who cannot guess it"
 )
 
+NUMBER_LEFT_OUT = (
+    "The statement does not say which run of the search it is: the number would tell how many runs there were at "
+    "least, which is not covered."
+)
 PRICE = (
     "That is the account of one run. The epsilon of the search, which the guarantee states, follows from the Renyi "
     "differential privacy (RDP) of one run by Theorem 6 of Papernot and Steinke, and so is no sum of the table below."
@@ -91,7 +95,7 @@ def make_statement(
 
     ``ledger_read`` is False if they are not from the ledger in which the run was recorded: there may be more.
     """
-    title = f"Privacy statement for the run {facts.name}"
+    title = f"Privacy statement for {describe_run(facts)}"
     if not facts.private:
         return _not_private(facts, title)
     assert facts.promise.releases is not None, "read_facts rebuilds them for older runs"
@@ -119,6 +123,18 @@ def make_statement(
     return Statement(
         Document(title, sections), _as_json(facts, numbers, totals, tuning) | {"checklists": _lists_json(lists)}
     )
+
+
+def describe_run(facts: RunFacts) -> str:
+    """Return which run a statement is about, without the number of a run that a search chose, or may have chosen."""
+    search = facts.search
+    if search is None:
+        return f"the run {facts.name}"
+    if not search.ended:
+        return f'a run of the search "{search.name}", which has not ended, or was interrupted'
+    if search.chose:
+        return f'the run that the search "{search.name}" chose'
+    return f'the run {facts.name} of the search "{search.name}", which did not choose it'
 
 
 def _not_private(facts: RunFacts, title: str) -> Statement:
@@ -149,6 +165,7 @@ def guarantee_section(facts: RunFacts) -> Section:
             *more,
             *_held_out_sentence(facts.total),
             *(() if facts.search is None else (facts.search.sentence(),)),
+            *((NUMBER_LEFT_OUT,) if facts.search is not None and facts.search.chose else ()),
             *(() if (choice := held_out_choice(facts)) is None else (f"Not covered: {choice}.",)),
             *_cautions(facts),
             Bullets(

@@ -94,9 +94,9 @@ def test_each_hint_is_given_once_and_divergence_ends_the_stream() -> None:
 
 @pytest.mark.long
 def test_a_first_step_that_spends_most_names_the_price_of_more() -> None:
-    dear = prepared(noise_multiplier=None, epsilon=8.0, steps=4, batch_size=2, population=100_000)
+    dear = prepared(noise_multiplier=None, epsilon=6.0, steps=4, batch_size=2, population=100_000)
     hint = next(hint for hint in hints_before(dear) if "first step" in hint)
-    assert "of epsilon 8" in hint
+    assert "of epsilon 6" in hint
     assert "4 times as many steps, --steps 16, need only 1.06 times the noise" in hint
     assert f"instead of {round_up(dear.mechanism.noise_multiplier, 4)})" in hint
     before = (Guarantee(1.0, 1e-6, RELATION, "one record"),)  # extended: the budget is what the total has left

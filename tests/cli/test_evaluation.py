@@ -88,6 +88,9 @@ def test_public_data_is_free_and_noised_evaluations_state_their_budget(
     shown = " ".join(text.replace("│", " ").split())
     assert "epsilon 2.000 at delta 1e-06 for each of 360 images" in shown
     assert f"not covered {display.BUT_NOISED}{describe_not_covered(tmp_path / 'noised')}" in shown
+    noise = f"{summary['loss_noise']:.3f}"  # two digits
+    assert f"step 3 held-out loss {summary['last']['loss']:.3f} ± {noise}, accuracy" in shown
+    assert f"(each ± {noise})" in shown
     assert abs(summary["last"]["loss"] - summary["first"]["loss"]) == 0
     assert summary["loss_noise"] > 0
 

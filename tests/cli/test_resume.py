@@ -38,7 +38,7 @@ def test_metrics_of_a_resumed_run_are_readable_by_their_owner_alone(
 def test_every_option_changes_the_result_or_only_the_execution() -> None:
     """A run is resumed only with the same options of the first kind: another rate would have another budget."""
     how = "as_json checkpoint_activations compile cuda_graph device keep kfac_distribution memory_budget mesh offload "
-    how += "nproc out quiet repeatable reduce reduce_dtype replicate_data save_every timeout zero"
+    how += "nproc out quiet repeatable reduce reduce_dtype replicate_data save_every stored_dtype timeout zero"
     how += " hours ledger on_divergence recipe sample sample_tokens tensorboard wandb wandb_online"
     assert set(resume.options_with(Effect.EXECUTION)) == set(how.split())
     assert resume.options_with(Effect.KFAC_RESULT) == ("microbatch",)

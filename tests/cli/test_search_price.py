@@ -104,7 +104,12 @@ def test_summary_and_report_of_a_chosen_run_have_the_totals_of_its_statement(
     assert call(*SMALL, *PUBLIC, "--out", str(out)) == 0
     best = Path(last_json(capsys.readouterr().out)["best"]["folder"])
     assert call("statement", str(best), "--format", "json") == 0
-    stated = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    stated = json.loads(shown.out)
+    assert shown.err == f'{best}: the run that the search "search" chose\n', (
+        "named as the user does, beside the statement"
+    )
+    assert best.name not in shown.out, "the number would tell how many runs there were"
     on_data = stated["other_runs"]["on_this_data"]
     summary = json.loads((best / "summary.json").read_text())
     assert (summary["epsilon_of_model"], summary["delta_of_model"]) == (PRICE.epsilon, PRICE.delta)
@@ -120,6 +125,11 @@ def test_summary_and_report_of_a_chosen_run_have_the_totals_of_its_statement(
     assert "`fdp ledger` states the same total" in warning
     assert shown_epsilon(summary["epsilon"]) not in warning, "this run alone"
     for trial in out.glob("trial-*"):
+        words = statement_of(trial, capsys)
+        other = f'Privacy statement for the run {trial.name} of the search "search", which did not choose it ='
+        title = 'Privacy statement for the run that the search "search" chose =' if trial == best else other
+        assert words.startswith(title)
+        assert ("does not say which run of the search it is" in words) == (trial == best)
         summary = json.loads((trial / "summary.json").read_text())
         assert summary["epsilon_of_model"] == read_marker(trial)[-1].epsilon == PRICE.epsilon
         assert summary["epsilon_on_this_data"] == on_data["epsilon"]
@@ -242,6 +252,9 @@ def test_a_run_of_an_interrupted_search_states_no_epsilon(
         said = statement_of(folder, capsys)
         assert "No epsilon can be stated for the model" in said
         assert "The search has not ended, or was interrupted" in said
+        assert said.startswith(
+            'Privacy statement for a run of the search "search", which has not ended, or was interrupted ='
+        )
         assert "differentially private with epsilon" not in said
 
 

@@ -191,7 +191,7 @@ def test_the_statement_does_not_tell_how_many_runs_a_search_made(tmp_path):
         assert "the number of its runs is not covered, and is not stated" in text
     total = json_of(chosen, others=ledger)["other_runs"]["on_this_data"]["epsilon"]
     assert total > SEARCH_EPSILON, "the price of the search, with the other run"
-    assert text_of(chosen).startswith("Privacy statement for the run search "), "not the number of the run"
+    assert text_of(chosen).startswith('Privacy statement for the run that the search "search" chose '), "not its number"
 
 
 def test_a_choice_that_nothing_covers_leaves_no_epsilon(tmp_path):
