@@ -38,6 +38,7 @@ from fdp.run.run_folder import is_run_folder
 from fdp.run.same_noise import rounding_record
 from fdp.run.step_metrics import StepRecord, record_to_json
 from fdp.run.training_run import Run, extra_noise
+from fdp.storage.dcp import digest_of
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState
 
@@ -213,13 +214,12 @@ def write_metrics(
 
 
 def digests_of(model: Path, folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of an exported file, or of every safetensors file of an exported folder, by its name in
-    ``folder``: the statement of the run names them, and whoever has the model can check them."""
-    found = {}
-    for path in sorted(model.glob("*.safetensors")) if model.is_dir() else [model]:
-        with path.open("rb") as file:
-            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    """Return the SHA-256 of an exported file, or of each safetensors file of an exported folder, by name in ``folder``.
+
+    The statement of the run gives them: whoever has the model can check them.
+    """
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else [model]
+    return {str(path.relative_to(folder)): digest_of(path) for path in files}
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
