@@ -151,7 +151,7 @@ def evaluation_summary(evaluator: Evaluator | None, records: Sequence[StepRecord
     if evaluator is None or not found:
         return {}
     best = min(found, key=_loss_of)
-    config, release = evaluator.config, evaluator.release
+    config, release, noise = evaluator.config, evaluator.release, noise_of(evaluator)
     return {
         "evaluation": {
             "first": _entry(found[0]),
@@ -165,8 +165,8 @@ def evaluation_summary(evaluator: Evaluator | None, records: Sequence[StepRecord
             "delta": None if config.budget is None else config.budget.delta,
             "planned": len(evaluator.steps),
             "noise_multiplier": None if release is None else release.noise_multiplier,
-            "loss_noise": None if release is None else release.loss_deviation(),
-            "accuracy_noise": None if release is None else release.loss_deviation() / release.max_loss,
+            "loss_noise": None if noise is None else noise.loss,
+            "accuracy_noise": None if noise is None else noise.accuracy,
         }
     }
 
