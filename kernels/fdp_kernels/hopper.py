@@ -145,15 +145,24 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon_jit
+def make_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return a barrier per slot, which opens after so many arrivals.
+
+    Use every barrier after this: the compiler gives the memory of one that is never used to another buffer, which the
+    late writes of its initialisation then spoil.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    hopper.fence_async_shared()
+    return barriers
+
+
+@gluon_jit
 def make_ring(SLOTS: gl.constexpr, READERS: gl.constexpr):
     """Return two barriers per slot: one says that it is full, one that all readers are done with it."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(full.index(slot), count=1)
-        hopper.mbarrier.init(empty.index(slot), count=READERS)
-    hopper.fence_async_shared()
-    return full, empty
+    full = make_barriers(SLOTS, 1)
+    return full, make_barriers(SLOTS, READERS)
 
 
 @gluon_jit

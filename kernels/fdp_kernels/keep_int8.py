@@ -22,7 +22,7 @@ Guarantees:
   - the norm is that of the stored numbers, to float64 rounding; it is NaN or infinite if a gradient is;
   - a sample with factor 0 adds exactly 0, even if its gradient was NaN or infinite;
   - what a sample stores depends on its own tokens, not on the samples beside it or on what shares a launch;
-  - slack: that of ``weighted`` with as many samples as a part has.
+  - slack: that of ``weighted`` with as many samples as a part has. On Hopper ``sum_hopper`` adds integers, within it.
 
 Letters: B samples, T tokens, P output features, D input features, J blocks of 128 columns.
 """
@@ -34,7 +34,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fdp_kernels import keep_hopper
+from fdp_kernels import keep_hopper, sum_hopper
 from fdp_kernels.hopper import runs_hopper
 from fdp_kernels.op import define, jit, tl
 from fdp_kernels.tile_gemm import (
@@ -216,11 +216,19 @@ def launch_keep_int8_(q: Tensor, e: Tensor, parts: Tensor, g_BTP: Tensor, x_BTD:
 
 
 def launch_foreach_sum_int8(qs: list[Tensor], es: list[Tensor], factors: list[Tensor], size: int) -> list[Tensor]:
-    """Evaluate :func:`foreach_sum_int8_reference` with the kernel, four matrices per launch."""
+    """Evaluate :func:`foreach_sum_int8_reference` with the kernels, four matrices per launch.
+
+    Which kernel sums a matrix does not depend on the others.
+    """
     _check_sum(qs, es, factors, size)
     if any(q.numel() == 0 or q.shape[2] % ALIGNED for q in qs):
         return foreach_sum_int8_reference(qs, es, factors, size)
-    return launch_by_four(partial(_sum_four, size=size), qs, es, factors)
+    sums: dict[int, Tensor] = {}
+    for launch, on_hopper in ((sum_hopper.launch_four_sums, True), (_sum_four, False)):
+        own = [i for i, q in enumerate(qs) if sum_hopper.can_sum(q, size) == on_hopper]
+        operands = ([side[i] for i in own] for side in (qs, es, factors))
+        sums |= zip(own, launch_by_four(partial(launch, size=size), *operands))
+    return [sums[i] for i in range(len(qs))]
 
 
 def _sum_four(qs: list[Tensor], es: list[Tensor], factors: list[Tensor], size: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import triton
-from fdp_kernels import ghost_hopper, keep_hopper, weighted_hopper
+from fdp_kernels import ghost_hopper, keep_hopper, sum_hopper, weighted_hopper
 from fdp_kernels.hopper import ring_layout
 from fdp_kernels.tile_gemm import Tile
 from triton import compile as triton_compile
@@ -26,6 +26,8 @@ def type_of(name: str, boxes: dict[str, str], int8: bool) -> str:
     if re.fullmatch(r"(g|x|out)[0-3]", name):
         dtype, bits = ("i8", 8) if int8 and name.startswith("out") else ("bf16", 16)
         return f"tensordesc<{dtype}{boxes[name[:-1]]},{ring_layout(bits)!r}>"
+    if re.fullmatch("q[0-3]", name):
+        return f"tensordesc<i32{boxes['q']},{ring_layout(32)!r}>"
     if name.startswith("exponent_ptr"):
         return "*i8" if int8 else "*fp64"
     if name.startswith("units"):
@@ -33,13 +35,13 @@ def type_of(name: str, boxes: dict[str, str], int8: bool) -> str:
     return POINTERS.get(name, "*fp32" if "_ptr" in name else "i32")
 
 
-def compile_body(body: Any, constants: dict[str, Any], boxes: dict[str, str]) -> Any:
+def compile_body(body: Any, constants: dict[str, Any], boxes: dict[str, str], *, warps: int = 4) -> Any:
     """Return the body, compiled for compute capability 9.0."""
     names = body.arg_names
-    int8 = constants.get("INT8", False)
+    int8 = constants.get("INT8", "q" in boxes)
     signature = {name: "constexpr" if name in constants else type_of(name, boxes, int8) for name in names}
     source = GluonASTSource(body, signature, {(names.index(name),): value for name, value in constants.items()}, {})
-    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 def outer(body: Any, tile: Tile, registers: int, **more: bool) -> Any:
@@ -78,6 +80,14 @@ def ghost() -> Any:
     return compile_body(ghost_hopper._ghost_hopper_body, constants, dict.fromkeys("gx", "[1, 128, 64]"))
 
 
+def sum_int8() -> Any:
+    """Return the compiled body of ``sum_hopper``."""
+    constants = {
+        "BLOCKS": sum_hopper.BLOCKS, "MOST_SAMPLES": sum_hopper.MOST_SAMPLES, "SLOTS": sum_hopper.SLOTS,
+    }  # fmt: skip
+    return compile_body(sum_hopper._sum_hopper_body, constants, {"q": f"[{sum_hopper.BLOCKS}, 8, 32]"}, warps=1)
+
+
 def stack_bytes(compiled: Any) -> int:
     """Return the bytes of local memory that a thread uses: registers that were spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -97,9 +107,15 @@ BODIES = {
     **{f"weighted_{tile.rows}": partial(weighted, tile) for tile in weighted_hopper.TILES},
     **{f"keep_{tile.rows}": partial(keep, tile) for tile in keep_hopper.TILES},
     "keep_int8": keep_int8,
+    "sum_int8": sum_int8,
 }
 
 if __name__ == "__main__":
     compiled = BODIES[sys.argv[1]]()
     ptx = compiled.asm["ptx"]
-    print(ptx.count("wgmma.mma_async"), ptx.count("fma.rn.f32"), stack_bytes(compiled), compiled.metadata.shared)
+    print(
+        ptx.count("mma_async") + ptx.count("mma.sync"),
+        ptx.count("fma.rn.f32"),
+        stack_bytes(compiled),
+        compiled.metadata.shared,
+    )

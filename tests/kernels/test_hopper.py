@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fdp_kernels import ghost_hopper, hopper, keep_hopper, weighted_hopper
+from fdp_kernels import ghost_hopper, hopper, keep_hopper, sum_hopper, weighted_hopper
 from fdp_kernels.direct import direct, direct_reference
 from fdp_kernels.ghost import TILES as GHOST_TILES
 from fdp_kernels.ghost import launch_foreach_ghost, launch_ghost
@@ -25,7 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fdp.gradients.rules import Pair, kernel_stores_faster, store_gradient
 from tests.kernels.linear_pairs import factors_of, random_pair
 
-BODIES = (ghost_hopper._ghost_hopper_body, weighted_hopper._weighted_hopper_body, keep_hopper._keep_hopper_body)
+BODIES = (
+    ghost_hopper._ghost_hopper_body,
+    weighted_hopper._weighted_hopper_body,
+    keep_hopper._keep_hopper_body,
+    sum_hopper._sum_hopper_body,
+)
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper GPU"
 )
@@ -42,6 +47,7 @@ needs_hopper = pytest.mark.skipif(
         ("keep_128", 2),
         ("keep_int8", 2),
         ("ghost", 2 * 2 * 2),
+        ("sum_int8", 8),
     ],
 )
 def test_bodies_compile_for_hopper(body: str, groups: int) -> None:
@@ -50,7 +56,8 @@ def test_bodies_compile_for_hopper(body: str, groups: int) -> None:
     run = subprocess.run([sys.executable, str(script), body], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     instructions, fused, spilled, shared = map(int, run.stdout.split())
-    assert instructions == 4 * groups  # four a step for each group of warps; of ghost also g and x, diagonal and not
+    # Four a step for each group of warps; of ghost also g and x, diagonal and not; of sum_int8 also four blocks.
+    assert instructions == 4 * groups
     assert shared <= 227 << 10
     if body.startswith("weighted"):
         assert fused >= groups * 64  # multiplied and added with one rounding, as in the Triton body
@@ -81,7 +88,7 @@ def test_the_tile_is_the_one_with_which_the_last_multiprocessor_is_done_first(
 def test_numbers_that_may_be_one_are_not_compiled_into_a_body() -> None:
     """One tile per sample, up to 128 tokens, made the compiler crash: ``pairs`` was the constant 1."""
     for body in BODIES:
-        names = ("pairs", "tiles", "batch", "tokens", "count")
+        names = ("pairs", "tiles", "batch", "tokens", "count", "size")
         numbers = [parameter for parameter in body.params if parameter.name in names]
         assert len(numbers) >= 2
         assert all(parameter.do_not_specialize for parameter in numbers)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fdp_kernels import keep_hopper
+from fdp_kernels import keep_hopper, sum_hopper
 from fdp_kernels.keep_int8 import (
     COLUMNS,
     can_keep_int8,
@@ -166,6 +166,51 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             foreach_sum_int8_reference(*wrong)
 
 
+def wide_ranges(shape: tuple[int, int, int], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Return integers, exponents and factors of gradients of very different sizes, some of whose factors are 0."""
+    generator = torch.Generator().manual_seed(5)
+    samples, rows, _ = shape
+    sizes = torch.exp(8 * torch.randn(samples, rows, 1, generator=generator))
+    q, e, _ = round_to_int8(torch.randn(shape, generator=generator) * sizes)
+    factors = factors_of(samples) * torch.exp(3 * torch.randn(samples, generator=generator))
+    factors[2::5] = 0
+    return q.to(device), e.to(device), factors.to(device)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 8, 64])
+def test_weights_of_the_body_for_hopper_are_rounded_within_the_slack(samples: int) -> None:
+    q, e, factors = wide_ranges((samples, 40, 256))
+    scaled = factors[:, None, None].double() * widen_int8(q, e, torch.float64)
+    bound = float(scaled.flatten(1).norm(dim=1).max())
+    moved = float((sum_hopper.sum_reference(q, e, factors).double() - scaled.sum(0)).norm())
+    assert moved <= 2.0**-24 * (0.4 * samples**1.5 + samples) * bound
+    assert moved <= 2.0**-24 * (samples**2 / 2 + 2 * samples) * bound  # the slack that the accounting knows
+
+
+def test_the_slack_of_weights_holds_for_the_worst_block() -> None:
+    """A sample of one large integer makes the unit coarse for others, of which all integers are large."""
+    q = torch.full((64, 1, COLUMNS), 127, dtype=torch.int8)
+    q[0] = 0
+    q[0, 0, 0] = 63
+    e = torch.zeros(64, 1, 1, dtype=torch.int8)
+    weights = torch.full((64,), (1 + 0.5) * 2.0**-29)  # a half, always rounded up
+    weights[0] = 1.0
+    exact = torch.tensordot(weights.double(), q.double(), dims=1)
+    moved = float((sum_hopper.sum_reference(q, e, weights).double() - exact).norm())
+    assert 63 * 127 * COLUMNS**0.5 * 2.0**-30 * 0.9 < moved < 2.0**-24 * (0.4 * 64**1.5 + 64) * 63
+
+
+def test_the_body_for_hopper_adds_a_sample_without_factor_as_zero_and_hides_no_factor_that_is_not_finite() -> None:
+    q, e, factors = wide_ranges((6, 40, 256))
+    factors[1] = 0
+    without = [b for b in range(6) if b != 1]
+    alone = sum_hopper.sum_reference(q[without], e[without], factors[without])
+    assert torch.equal(sum_hopper.sum_reference(q, e, factors), alone)
+    for bad in (float("nan"), float("inf")):
+        factors[1] = bad
+        assert not bool(sum_hopper.sum_reference(q, e, factors).isfinite().any())
+
+
 GPU_SHAPES = [(6, 256, 2304, 768), (5, 100, 1000, 2064), (7, 65, 50264, 96), (3, 1, 1536, 1536), (70, 130, 200, 144)]
 
 
@@ -197,6 +242,36 @@ def test_gpu_body_stores_rounded_what_keep_computes_and_measures_it_exactly(
         total = launch_foreach_sum_int8([q], [e], [factors], size)[0].double().sum(0)
         expected = torch.tensordot(factors.double(), stored * finite[:, None, None], dims=1)
         assert float((total - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("samples", [1, 7, 8, 13, 64, 150])
+def test_gpu_sum_is_the_one_of_integer_weights_bit_for_bit(samples: int) -> None:
+    shapes = [(samples, 768, 768), (samples, 1, 512), (samples, 37, 128), (samples, 50, 3072), (samples, 9, 128)]
+    qs, es, factors = zip(*(wide_ranges(shape, "cuda") for shape in shapes))
+    for size in (64, 24, 5):
+        assert all(sum_hopper.can_sum(q, size) for q in qs)
+        found = launch_foreach_sum_int8(list(qs), list(es), list(factors), size)
+        for total, q, e, factor in zip(found, qs, es, factors):
+            parts = zip(q.split(size), e.split(size), factor.split(size))
+            assert torch.equal(total, torch.stack([sum_hopper.sum_reference(*part) for part in parts]))
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_gpu_sum_takes_other_matrices_with_the_triton_body_and_hides_no_factor_that_is_not_finite() -> None:
+    q, e, factors = wide_ranges((70, 20, 256), "cuda")
+    assert not sum_hopper.can_sum(q, 70)
+    assert not sum_hopper.can_sum(q[:, :, :144], 64)
+    assert not sum_hopper.can_sum(q[:, :1, :128], 64)
+    exact = torch.tensordot(factors.double(), widen_int8(q, e, torch.float64), dims=1)
+    for size in (70, 64):
+        total = launch_foreach_sum_int8([q], [e], [factors], size)[0].double().sum(0)
+        assert float((total - exact).norm() / exact.norm()) < 1e-6
+    factors[3] = float("nan")
+    for size in (70, 64):
+        assert not bool(launch_foreach_sum_int8([q], [e], [factors], size)[0][0].isfinite().any())
 
 
 @pytest.mark.gpu
