@@ -250,7 +250,8 @@ LEAN_NOTE = fill(
 INT8_NOTE = fill(
     f"`{INT8}` is `auto` with gradients stored in 8 bits, as `fdp train` has it unless a seed is fixed. Rows of one "
     "regime may be of several commits (`commit` in the file of rows), measured on several machines, on which `none` "
-    "took up to 2.5 % more or less time: so far a ratio of two rows may be off.",
+    "took up to 2.5 % more or less time: so far a ratio of two rows may be off. Where the file gives a row the time of "
+    "`none` in its own run (`plain_ms`), its speed is relative to that.",
     WIDTH,
 )
 STEP_NOTE = (

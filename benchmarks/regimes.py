@@ -210,11 +210,11 @@ def table_line(row: Row, plain: Row | None) -> str:
 
 
 def ratios_to(row: Row | None, plain: Row | None) -> tuple[float | None, float | None]:
-    """Return speed and memory of a row, relative to ``none``."""
+    """Return speed and memory of a row, relative to ``none``; ``plain_ms`` is its time in the row's own run."""
     if row is None or plain is None:
         return None, None
     memory = row["peak_gib"] / plain["peak_gib"] if row["peak_gib"] and plain["peak_gib"] else None
-    return plain["ms"] / row["ms"], memory
+    return row.get("plain_ms", plain["ms"]) / row["ms"], memory
 
 
 def verdict(figure: str, sign: str, bound: float, value: float | None) -> str:

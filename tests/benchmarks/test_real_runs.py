@@ -12,7 +12,7 @@ from benchmarks import large_steps, modes, real_runs
 from benchmarks.baselines import BASELINES, Setup, module_of
 from benchmarks.device import GIB
 from benchmarks.modes import EAGER, LEAN, build
-from benchmarks.regimes import Regime
+from benchmarks.regimes import Regime, ratios_to
 from benchmarks.report import Report
 from fdp import keys, tree
 from fdp.gradients.costs import SumBy
@@ -244,3 +244,10 @@ def test_every_regime_has_its_place_in_the_order_and_in_the_docstring():
     assert sorted(real_runs.ORDER) == sorted([*real_runs.REGIMES, *real_runs.STEPS])
     assert all(f"| `{name}`" in (real_runs.__doc__ or "") for name in real_runs.ORDER)
     assert isinstance(real_runs.STEPS["step_gpt2"].regime, Regime)
+
+
+def test_speed_is_relative_to_plain_training_of_the_same_run() -> None:
+    plain, private = {"ms": 50.0, "peak_gib": 10.0}, {"ms": 66.0, "peak_gib": 11.0}
+    assert ratios_to(private, plain) == (50.0 / 66.0, 1.1)
+    assert ratios_to(private | {"plain_ms": 60.0}, plain) == (60.0 / 66.0, 1.1)
+    assert ratios_to(private, None) == (None, None)
