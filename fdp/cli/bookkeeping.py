@@ -277,8 +277,11 @@ def _open(
         with disk_errors(folder / MARKER):
             write_private(folder / MARKER, marker_text([*run.config.before, promise]))
     held_out = promise_about(promise, promise.evaluated) if evaluations else None
+    search = find_search(folder)
     totals = tuple(
-        None if one is None else total_on_same_data(one, recorded, before=run.config.before)
+        None
+        if one is None
+        else total_on_same_data(one, recorded, before=run.config.before, search=search and search.name)
         for one in (promise, held_out)
     )
     return promise, (totals[0], totals[1]), book

@@ -98,11 +98,15 @@ def statement_command(
 
 
 class OtherRuns(NamedTuple):
-    """The promises of other runs in the ledger of a run: those that began, and those that link data only."""
+    """The promises of other runs in the ledger of a run: those that began, and those that link data only.
+
+    ``searches`` are the names of the searches that some of them are of, by the names of the runs.
+    """
 
     others: list[Guarantee]
     links: list[Guarantee]
     ledger_read: bool
+    searches: dict[str, str]
 
 
 def other_runs(facts: RunFacts, ledger: str | None = None) -> OtherRuns:
@@ -115,6 +119,7 @@ def other_runs(facts: RunFacts, ledger: str | None = None) -> OtherRuns:
         links=[entry.promise for entry in others if not entry.began],
         # Any other ledger, such as one with another key, cannot tell whether there are other runs on the same data.
         ledger_read=any(named),
+        searches={entry.promise.run: entry.search for entry in others if entry.promise.run and entry.search},
     )
 
 

@@ -30,6 +30,7 @@ from fdp.privacy.guarantee import (
     promise_about,
     runs_that_share_noise,
     same_unit,
+    searches_sentence,
     shared_noise_sentence,
 )
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
@@ -40,7 +41,8 @@ class DataTotal(NamedTuple):
 
     ``as_made`` is the total if every stop was decided in advance. ``in_all`` is the total with the runs of other units,
     for what is at most one sample in each. ``not_private`` counts the runs without a promise. ``assumed`` are the
-    runs among them that are not certainly on this data.
+    runs among them that are not certainly on this data. ``searches`` are those that runs of ``earlier`` are of, but for
+    the search of ``now``.
     """
 
     now: Guarantee
@@ -51,13 +53,15 @@ class DataTotal(NamedTuple):
     in_all: tuple[float, float] | None
     not_private: int
     assumed: tuple[Guarantee, ...] = ()
+    searches: tuple[str, ...] = ()
 
     def sentences(self, data: str = "this data") -> list[str]:
         """Return the total in words, a figure in each entry; ``data`` names the data."""
         earlier = (*self.earlier, *self.other_units)
         choices = choices_sentence(count_choices(earlier))
         shared = shared_noise_sentence(runs_that_share_noise((self.now, *earlier)))
-        found = filter(None, (shared, self._same_unit(), self._other_units(), self._not_private(), choices))
+        searches = searches_sentence(self.searches)
+        found = filter(None, (shared, self._same_unit(), searches, self._other_units(), self._not_private(), choices))
         return [f"on {data} {sentence}" for sentence in found]
 
     def at(self, now: Guarantee) -> DataTotal:
@@ -113,8 +117,10 @@ class DataTotal(NamedTuple):
         )
 
 
-def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequence[Guarantee]) -> DataTotal | None:
-    """Return the total of all runs on the data of ``now``; None if there is no other.
+def total_on_same_data(
+    now: Guarantee, entries: Sequence[Entry], *, before: Sequence[Guarantee], search: str | None = None
+) -> DataTotal | None:
+    """Return the total of all runs on the data of ``now``, a run of ``search`` if that is given; None if there is none.
 
     ``before`` are promises that the model brings along, which the ledger of another machine may hold. A run that did
     not begin links the data of others, and costs nothing.
@@ -138,6 +144,8 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
     others = tuple(one for one in private if not same_unit(one, now))
     now = promise_about(now, data) or now
     mine = [now] if now.private else []
+    of_search = {entry.promise.run: entry.search for entry in entries if entry.search not in (None, search)}
+    searches = dict.fromkeys(name for one in earlier if (name := of_search.get(one.run)) is not None)
     made = {entry.promise.run: promise_about(entry.made(), data) for entry in entries}
     shorter = tuple(made.get(one.run) or one for one in earlier)
     return DataTotal(
@@ -149,6 +157,7 @@ def total_on_same_data(now: Guarantee, entries: Sequence[Entry], *, before: Sequ
         compose([*private, *mine]) if others else None,
         len(found) - len(private),
         assumed,
+        tuple(searches),
     )
 
 

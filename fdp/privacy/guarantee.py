@@ -279,6 +279,17 @@ def shared_noise_sentence(runs: Sequence[str]) -> str:
     )
 
 
+def searches_sentence(names: Sequence[str]) -> str:
+    """Return what a total leaves out that counts runs of these searches by their own noise; empty if there is none."""
+    if not names:
+        return ""
+    searches = " and ".join(f'"{name}"' for name in names)
+    return (
+        f"runs of the search{'es' * (len(names) > 1)} {searches} count by their own noise here. For whoever knows a "
+        f"model that a search chose, and not the number of its runs, `fdp ledger` states a total that may be larger"
+    )
+
+
 def short_name(promise: Guarantee) -> str:
     """Return the first digits of the name of a run, as ``fdp ledger`` shows it."""
     return (promise.run or "unknown")[:8]

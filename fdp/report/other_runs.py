@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fdp.data.nouns import count
@@ -21,6 +21,7 @@ from fdp.privacy.guarantee import (
     runs_that_share_noise,
     same_data,
     same_unit,
+    searches_sentence,
     shared_noise_sentence,
 )
 from fdp.privacy.shown_numbers import shown_delta
@@ -47,20 +48,32 @@ SEARCH_RUNS = (
 
 
 def compose_beside_search(
-    facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool, links: Sequence[Guarantee] = ()
+    facts: RunFacts,
+    others: Sequence[Guarantee],
+    *,
+    ledger_read: bool,
+    links: Sequence[Guarantee] = (),
+    searches: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return :func:`compose_others` with the run at the price of the search that chose it, without its other runs."""
     among = frozenset() if facts.search is None else facts.search.runs
     outside = [one for one in others if one.run not in among]
-    return compose_others(facts._replace(promise=facts.chosen), outside, links=links, ledger_read=ledger_read)
+    priced = facts._replace(promise=facts.chosen)
+    return compose_others(priced, outside, links=links, ledger_read=ledger_read, searches=searches)
 
 
 def compose_others(
-    facts: RunFacts, others: Sequence[Guarantee], *, ledger_read: bool, links: Sequence[Guarantee] = ()
+    facts: RunFacts,
+    others: Sequence[Guarantee],
+    *,
+    ledger_read: bool,
+    links: Sequence[Guarantee] = (),
+    searches: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the composition with the runs before this one, and with all runs on the same data and unit.
 
-    ``links`` are runs that tell which data is the same, and are not counted: they did not begin.
+    ``links`` are runs that tell which data is the same, and are not counted: they did not begin. ``searches`` names the
+    search of a run, by the name of the run.
 
     Guarantees:
       - if the total on the data is stated, it holds every private run that the guarantee of the model holds.
@@ -86,6 +99,9 @@ def compose_others(
         "assumed_on_this_data": len(assumed),
         "on_this_data": on_data and {"epsilon": on_data[0], "delta": on_data[1]},
         "note_on_this_data": composition_note(counted) if on_data else "",
+        "searches_by_their_own_noise": list(
+            dict.fromkeys(name for one in alike if (name := (searches or {}).get(one.run or "")) is not None)
+        ),
         "other_units_on_this_data": len({one.run for one in private if not same_unit(one, promise)}),
         "not_private_on_this_data": len({one.run for one in known if not one.private}),
         "choices_by_held_out_samples": count_choices([*facts.before, *known]),
@@ -143,6 +159,8 @@ def totals_in_words(totals: dict[str, Any]) -> list[str]:
             f"data with the same unit. No total with {'it' if others == 1 else 'them'} can be stated, since no epsilon "
             f"can be stated for the model."
         )
+    if searches := searches_sentence(totals["searches_by_their_own_noise"]):
+        found.append(f"{searches[0].upper()}{searches[1:]}.")
     if other := totals["other_units_on_this_data"]:
         found.append(
             f"{count(other, 'other private run')} on the same data protect{'s' * (other == 1)} another unit: such "

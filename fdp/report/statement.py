@@ -9,7 +9,7 @@ except where it says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
@@ -90,10 +90,12 @@ def make_statement(
     others: Sequence[Guarantee] = (),
     links: Sequence[Guarantee] = (),
     ledger_read: bool = True,
+    searches: Mapping[str, str] | None = None,
 ) -> Statement:
     """Return the statement of a run; ``others`` are further runs of the ledger, ``links`` those that did not begin.
 
-    ``ledger_read`` is False if they are not from the ledger in which the run was recorded: there may be more.
+    ``searches`` names the search of a run, by the name of the run. ``ledger_read`` is False if they are not from the
+    ledger in which the run was recorded: there may be more.
     """
     title = f"Privacy statement for {describe_run(facts)}"
     if not facts.private:
@@ -107,7 +109,7 @@ def make_statement(
     if tuning is None and facts.search is not None:
         tuning = facts.search.sentence()
     numbers = privacy_numbers(facts, records_per_person=records_per_person)
-    totals = compose_beside_search(facts, others, links=links, ledger_read=ledger_read)
+    totals = compose_beside_search(facts, others, links=links, ledger_read=ledger_read, searches=searches)
     lists = {DPFY_ML: dpfy_ml(facts, tuning=tuning), NIST: nist_sp_800_226(facts, tuning=tuning)}
     sections = (
         guarantee_section(facts),

@@ -16,8 +16,8 @@ for a number instead of 4. What is left is the time to read q, and that is done 
 
 Slack: that of ``sum_int8``. The largest integer of a block is at least 63. So if L_j is the largest norm of block j
 among all c_b G_b, rounding a sample's weight moves block j by at most ``127 sqrt(128) u_j / 2 <= 2^-25.4 L_j``, and all
-blocks by ``2^-25.4 sqrt(B) C``. B samples and the last rounding move W by at most ``2^-24 (0.4 B^1.5 + B) C``. Weights
-below ``2^-127`` count as 0.
+blocks by ``2^-25.4 sqrt(B) C``. B samples and the last rounding move W by at most ``2^-24 (0.4 B^1.5 + B) C``. (Units
+are at least ``2^-126``: gradients close to the smallest numbers of float32 are rounded by more, by ``2^-120`` each.)
 
 Letters: B samples; N blocks of 128 columns, all rows after one another; t, r lane % 4 and lane // 4.
 """

@@ -41,6 +41,22 @@ def test_runs_on_the_same_data_are_composed():
     assert total_on_same_data(NOW, [], before=()) is None
 
 
+def test_runs_of_a_search_are_said_to_count_by_their_own_noise_but_for_one_of_the_same_search():
+    entries = [entry("a")._replace(search="tune"), entry("b")._replace(search="tune"), entry("c")]
+    entries.append(entry("d", data=("k-others",))._replace(search="elsewhere"))
+    found = total_on_same_data(NOW, entries, before=())
+    assert found is not None
+    assert found.searches == ("tune",)
+    assert 'on this data runs of the search "tune" count by their own noise here' in words_of(found)
+    own = total_on_same_data(NOW, entries, before=(), search="tune")
+    assert own is not None
+    assert own == found._replace(searches=())
+    assert "by their own noise" not in words_of(own)
+    two = total_on_same_data(NOW, [*entries, entry("e")._replace(search="again")], before=())
+    assert two is not None
+    assert 'runs of the searches "tune" and "again" count' in words_of(two)
+
+
 def test_a_run_counts_once_whether_the_ledger_or_the_model_names_it():
     once = total_on_same_data(NOW, [entry("a")], before=())
     assert once is not None

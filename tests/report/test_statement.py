@@ -288,6 +288,17 @@ def test_other_runs_are_composed_if_data_and_unit_are_the_same(tmp_path):
     assert "1 other private run on the same data protects another unit: such epsilons do not add up" in text
 
 
+def test_runs_of_another_search_are_said_to_count_by_their_own_noise(tmp_path):
+    run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
+    others = [PROMISE._replace(run="run2"), PROMISE._replace(run="run3"), PROMISE._replace(run="far", data=("k-far",))]
+    statement = make_statement(run, others=others, searches={"run2": "tune", "run3": "tune", "far": "elsewhere"})
+    assert statement.facts["other_runs"]["searches_by_their_own_noise"] == ["tune"]
+    text = " ".join(as_text(statement.document).split())
+    assert 'Runs of the search "tune" count by their own noise here.' in text
+    assert "`fdp ledger` states a total that may be larger." in text
+    assert "by their own noise" not in " ".join(as_text(make_statement(run, others=others).document).split())
+
+
 def test_evaluations_of_this_data_by_runs_on_other_data_are_composed(tmp_path):
     run = read_facts(read_run_folder(write_run(tmp_path / "run", summary={})))
     evaluations = (Release("evaluations", 1.0, 0.8, 5),)
