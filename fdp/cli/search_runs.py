@@ -265,7 +265,8 @@ def statement(
     else:
         drawn = ", ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in best["settings"].items())
         score = f"{score_name(shared)} {best['score']:.4f} (lower is better)"
-        chosen = f"best of {count} runs: {drawn}, {score}, from {best['folder']}"
+        which = "the only run" if count == 1 else f"best of {count} runs"
+        chosen = f"{which}: {drawn}, {score}, from {best['folder']}"
     if price.epsilon is None or price.noise_multiplier is None:
         return [
             chosen,
@@ -304,10 +305,11 @@ def interrupted_statement(
         sampling = poisson(len(config.dataset), expected_batch_size=config.batch_size, population=config.population)
         mechanism = Mechanism(sampling, config.clip, price.noise_multiplier)
         epsilon = accounting.epsilon(mechanism, steps=count * config.steps, delta=price.delta)
+        runs = "the one run that was drawn" if count == 1 else f"all {count} runs that were drawn"
         spent = (
             f"the epsilon of a search holds only if every run that was drawn is made. This one has spent epsilon "
-            f"{shown_epsilon(epsilon)} at delta {shown_delta(price.delta)}: that of all {count} runs that were drawn, "
-            f"composed, since a score may have led to the interruption"
+            f"{shown_epsilon(epsilon)} at delta {shown_delta(price.delta)}: that of {runs}, composed, since a score "
+            f"may have led to the interruption"
         )
     return [
         ended,

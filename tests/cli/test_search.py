@@ -245,3 +245,11 @@ def test_the_folder_of_a_search_leads_to_its_chosen_run(
     moved = out.rename(tmp_path / "moved")
     assert call("generate", str(moved), "--prompt", "a") == 2
     assert f"{moved / Path(best).name}: expected a language model" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "the only run: --lr 0.01"), (3, "best of 3 runs: --lr 0.01")])
+def test_the_result_says_among_how_many_runs_was_chosen(count: int, words: str) -> None:
+    best = {"settings": {"lr": 0.01}, "score": 5.0, "folder": "s/trial-1"}
+    shared = {"eval_fraction": 0.1, "eval_public": False}
+    said = search_runs.statement(Price(1.0, 2.0, 1e-6), SearchOptions(), shared, best, count)
+    assert said[0].startswith(words)
