@@ -376,7 +376,12 @@ def test_without_kfac_another_microbatch_is_the_same_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "budget", [("--epsilon", "2"), ("--epsilon", "2", "--kfac-noise", "0.8"), ("--noise-multiplier", "1")]
+    "budget",
+    [
+        pytest.param(("--epsilon", "2"), marks=pytest.mark.long),
+        ("--epsilon", "2", "--kfac-noise", "0.8"),
+        ("--noise-multiplier", "1"),
+    ],
 )
 def test_fdp_epsilon_agrees_with_a_run_with_noised_statistics(
     budget: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -110,7 +110,9 @@ def test_training_a_private_model_again_adds_up_the_guarantees(folder, letters, 
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model") is not None
 
 
-@pytest.mark.parametrize("words", [[], ["--lora", "2"]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "words", [pytest.param([], id="full"), pytest.param(["--lora", "2"], id="lora", marks=pytest.mark.long)]
+)
 def test_a_folder_is_exported_as_a_folder_that_transformers_reads(words, folder, letters, tmp_path, capsys):
     train(tmp_path / "run", "--model", str(folder), "--data", str(letters), *words)
     before, after = weights(folder), weights(tmp_path / "run" / "model")

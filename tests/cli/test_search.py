@@ -198,7 +198,8 @@ def test_an_interrupted_search_stops_exports_nothing_and_claims_no_more_than_its
 
 
 @pytest.mark.parametrize(
-    ("number", "training", "code", "begun"), [(2, False, 130, 2), (2, True, 130, 2), (3, True, 0, 3)]
+    ("number", "training", "code", "begun"),
+    [pytest.param(2, False, 130, 2, marks=pytest.mark.long), (2, True, 130, 2), (3, True, 0, 3)],
 )
 def test_a_signal_between_the_steps_ends_a_search_unless_every_run_is_made(
     number: int,

@@ -115,7 +115,8 @@ def test_plain_pull_back_is_that_of_the_block(model: Model, start):
         torch.testing.assert_close(found[path], value, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("norm", [pytest.param(NormBy.KEEP, marks=pytest.mark.long), NormBy.SYMMETRIC])
+@pytest.mark.long
+@pytest.mark.parametrize("norm", [NormBy.KEEP, NormBy.SYMMETRIC])
 def test_the_whole_loop_with_a_fused_head_is_the_loop(model: Model, norm: NormBy):
     params = random_like(model)
     plan = keeping(model, params, norm=norm)

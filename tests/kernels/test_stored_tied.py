@@ -57,7 +57,9 @@ def test_result_is_that_of_what_the_sum_adds(shape: tuple[int, ...], dtype: torc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
-@pytest.mark.parametrize("shape", [(1, 1, 5, 16), (3, 63, 40, 144), (2, 130, 9, 304)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 5, 16), (3, 63, 40, 144), pytest.param((2, 130, 9, 304), marks=pytest.mark.long)]
+)
 def test_a_head_in_8_bits_is_measured_as_what_the_sum_adds(
     shape: tuple[int, ...], size: float, dtype: torch.dtype
 ) -> None:

@@ -80,7 +80,7 @@ def test_the_bound_holds_for_an_attack_on_the_best_of_many() -> None:
     assert np.any(with_sample > math.exp(single / 4) * without + delta), "the attack has some power"
 
 
-@pytest.mark.parametrize("shape", [POISSON, GEOMETRIC])
+@pytest.mark.parametrize("shape", [POISSON, pytest.param(GEOMETRIC, marks=pytest.mark.long)])
 def test_the_noise_meets_the_budget_and_hardly_more(shape: float) -> None:
     sampling, search = poisson(5000, expected_batch_size=50, population=5000), Repetitions(8.0, shape)
     budget = {"steps": 40, "delta": DELTA}

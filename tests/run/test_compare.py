@@ -421,6 +421,7 @@ def test_two_ranks_are_one_rank(one_rank: list[Seen], two_ranks: list[dict[str, 
     assert not any(one.values for one in others if one.stage not in (Stage.FORWARD, Stage.LOSS, Stage.NORMS))
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_at_its_stage(
