@@ -258,7 +258,8 @@ def _open(
     key = None if place is None else load_key(place)
     book = None if place is None or key is None else Book(place, key)
     recorded = [] if book is None else book.runs()  # a damaged ledger is an error before anything is spent
-    choice = _held_out_choice(run, folder)
+    search = find_search(folder)
+    choice = _held_out_choice(run, search)
     promise = guarantee_of(run)._replace(
         run=secrets.token_hex(8),
         data=() if key is None else data_fingerprints(key, options.data.data, run.data_digest),
@@ -277,7 +278,6 @@ def _open(
         with disk_errors(folder / MARKER):
             write_private(folder / MARKER, marker_text([*run.config.before, promise]))
     held_out = promise_about(promise, promise.evaluated) if evaluations else None
-    search = find_search(folder)
     totals = tuple(
         None
         if one is None
@@ -287,12 +287,12 @@ def _open(
     return promise, (totals[0], totals[1]), book
 
 
-def _held_out_choice(run: Run, folder: Path) -> bool:
+def _held_out_choice(run: Run, search: Search | None) -> bool:
     """Return True if the loss of held-out samples, without noise, decides what is exported: a step, or a run."""
     config = run.config.evaluation
     if config is None or config.cost is not Cost.OUTSIDE:
         return False
-    return config.keep_best or config.patience is not None or find_search(folder) is not None
+    return config.keep_best or config.patience is not None or search is not None
 
 
 def _evaluated(key: DataKey, options: TrainOptions, run: Run) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ Letters: B samples; N blocks of 128 columns, all rows after one another; t, r la
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from fdp_kernels.hopper import (
     ring_layout,
 )
 from fdp_kernels.keep_hopper import INT8_COLUMNS
-from fdp_kernels.tile_gemm import cdiv, pad_to_four
+from fdp_kernels.tile_gemm import cdiv, first_ends, pad_to_four
 
 MOST_SAMPLES = 64
 """Most samples of a part: their weights lie in registers and in shared memory."""
@@ -236,11 +235,11 @@ def launch_four_sums(qs: list[Tensor], es: list[Tensor], factors: list[Tensor], 
     parts = cdiv(len(qs[0]), size)
     outs = [torch.empty(parts, *q.shape[1:], dtype=torch.float32, device=q.device) for q in qs]
     blocks = [q[0].numel() // INT8_COLUMNS for q in qs]
-    ends = list(accumulate(parts * cdiv(count, BLOCKS) for count in blocks))
-    _sum_hopper_body[(ends[-1],)](
+    counts = [parts * cdiv(count, BLOCKS) for count in blocks]
+    _sum_hopper_body[(sum(counts),)](
         *pad_to_four([_descriptor(q.contiguous()) for q in qs]), *pad_to_four([e.contiguous() for e in es]),
         *pad_to_four([factor.contiguous() for factor in factors]), *pad_to_four(outs), *pad_to_four(blocks),
-        *[*ends, *ends[-1:] * 3][:3], len(qs[0]), size,
+        *first_ends(counts), len(qs[0]), size,
         BLOCKS=BLOCKS, MOST_SAMPLES=MOST_SAMPLES, SLOTS=SLOTS, num_warps=1,
     )  # fmt: skip
     return outs

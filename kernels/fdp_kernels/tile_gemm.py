@@ -183,9 +183,14 @@ def pair_descriptors(gs: Sequence[Tensor], xs: Sequence[Tensor], tile: Tile) -> 
 
 def widths_and_ends(gs: Sequence[Tensor], xs: Sequence[Tensor], counts: Sequence[int]) -> list[int]:
     """Return output features of four, input features of four, and where the programs of the first three end."""
-    ends = list(accumulate(counts))
     widths = pad_to_four([g.shape[-1] for g in gs]) + pad_to_four([x.shape[-1] for x in xs])
-    return widths + [*ends, *ends[-1:] * MATRICES_PER_LAUNCH][: MATRICES_PER_LAUNCH - 1]
+    return widths + first_ends(counts)
+
+
+def first_ends(counts: Sequence[int]) -> list[int]:
+    """Return where the programs of the first three matrices end: those of a missing one where the last do."""
+    ends = list(accumulate(counts))
+    return [*ends, *ends[-1:] * MATRICES_PER_LAUNCH][: MATRICES_PER_LAUNCH - 1]
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -302,7 +302,7 @@ def test_gpu_several_matrices_store_what_each_stores_alone_and_in_a_graph() -> N
 @pytest.mark.gpu
 @needs_hopper
 def test_gpu_few_samples_store_what_many_store() -> None:
-    """What a sample adds must not depend on the size of its microbatch."""
+    """Check that what a sample adds does not depend on the size of its microbatch."""
     g, x = random_pair((40, 130, 768, 768), "cuda", torch.bfloat16)
     whole = keep_int8(g, x)
     for few in (1, 2, 5):
