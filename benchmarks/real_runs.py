@@ -13,6 +13,8 @@ Prints a line per row, most important first. ``--render`` writes
 | `gpt2_untied_512`    | the same, untied                                              | 64   | 512  |
 | `gpt2_tied_256`      | GPT-2, tied                                                   | 128  | 256  |
 | `gpt2_untied_256`    | the same, untied                                              | 128  | 256  |
+| `gpt2_tied_2x64`     | GPT-2, tied, private steps in two microbatches of 64          | 128  | 256  |
+| `gpt2_untied_2x64`   | the same, untied                                              | 128  | 256  |
 | `gpt2_tied_1024`     | GPT-2, tied                                                   | 32   | 1024 |
 | `gpt2_untied_1024`   | the same, untied                                              | 32   | 1024 |
 | `gpt2_medium_tied`   | GPT-2-Medium (355M), tied                                     | 16   | 256  |
@@ -91,6 +93,8 @@ REGIMES = {
     "gpt2_untied_512": Regime(gpt, GPT2._replace(tied=False), 64, 0.90, 1.15),
     "gpt2_tied_256": Regime(gpt, GPT2._replace(context=256), 128, 0.92, 1.15),
     "gpt2_untied_256": Regime(gpt, GPT2._replace(context=256, tied=False), 128, 0.92, 1.15),
+    "gpt2_tied_2x64": Regime(gpt, GPT2._replace(context=256), 128, 0.92, 1.15, 2, "gpt2_tied_256"),
+    "gpt2_untied_2x64": Regime(gpt, GPT2._replace(context=256, tied=False), 128, 0.92, 1.15, 2, "gpt2_untied_256"),
     "gpt2_tied_1024": Regime(gpt, GPT2._replace(context=1024), 32, 0.92, 1.15),
     "gpt2_untied_1024": Regime(gpt, GPT2._replace(context=1024, tied=False), 32, 0.92, 1.15),
     "gpt2_medium_tied": Regime(gpt, MEDIUM, 16, 0.90, 1.15),
@@ -116,7 +120,9 @@ STEPS = {
     "step_gpt2_tied": Step(Regime(gpt, GPT2, 64), (8, 16, 32, 64, 128)),
     "step_llama_1b_tied": Step(Regime(llama, LLAMA_TIED, 8), (2, 4, 8, 16, 32, 64)),
 }
-ORDER = (*list(REGIMES)[:9], "step_gpt2", "step_llama_1b", *list(REGIMES)[9:], "step_gpt2_tied", "step_llama_1b_tied")
+FIRST = list(REGIMES)[: list(REGIMES).index("llama_1b_tied") + 1]
+LATER = [name for name in REGIMES if name not in FIRST]
+ORDER = (*FIRST, "step_gpt2", "step_llama_1b", *LATER, "step_gpt2_tied", "step_llama_1b_tied")
 
 
 def make_case(name: str, *, microbatch: int | None = None, samples: int = SAMPLES, **options: Any) -> Case:
@@ -167,6 +173,8 @@ def cells(report: Report, options: argparse.Namespace) -> Iterator[tuple[Case, s
             continue
         for mode in chosen(options, MODES if options.modes is None else BY_NAME):
             case = make(name)
+            if mode == "none" and REGIMES[name].plain is not None:
+                continue
             if mode == LEAN:
                 budget = lean_budget(report, case, most=REGIMES[name].most_memory)
                 if budget is None and report.find(case, mode) is None:

@@ -67,6 +67,9 @@ CHUNK, STEPS = 4096, 8
 """Elements per load, and loads per program, of ``squared_norms``."""
 BLOCK = 1024
 """Elements per program of ``weighted_sum``."""
+SMALL, SMALL_BLOCK, SMALL_SAMPLES = 1 << 14, 32, 64
+"""A gradient of at most so many elements, as of a bias, has smaller programs, which read many samples at a time: a few
+programs that wait for one sample after the other would take the time of a large gradient."""
 
 
 # ---------------------------------------------------------------- references
@@ -201,17 +204,22 @@ def _squares_body(G_ptr, partial_ptr, n, chunks, CHUNK: tl.constexpr, STEPS: tl.
 
 
 @jit
-def _sum_body(G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n, ONTO: tl.constexpr, BLOCK: tl.constexpr):
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = G_ptr + element  # advances sample by sample: an offset over all samples may exceed 2^31
-    total = tl.zeros((BLOCK,), tl.float64)
+def _sum_body(
+    G_ptr, factor_ptr, onto_ptr, out_ptr, batch, n,
+    ONTO: tl.constexpr, SAMPLES: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Sum BLOCK elements over all samples, SAMPLES of them at a time."""
+    element, sample = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SAMPLES)
+    here = G_ptr + sample[:, None].to(tl.int64) * n + element[None, :]
+    total_SB = tl.zeros((SAMPLES, BLOCK), tl.float64)
+    for b in tl.range(0, batch, SAMPLES, loop_unroll_factor=UNROLL):
+        factor_S = tl.load(factor_ptr + b + sample, mask=b + sample < batch, other=0.0).to(tl.float64)
+        value_SB = tl.load(here, mask=(element < n)[None, :] & (factor_S != 0)[:, None], other=0.0)
+        here += SAMPLES * n.to(tl.int64)  # an offset over all samples may exceed 2^31
+        total_SB += factor_S[:, None] * value_SB.to(tl.float32).to(tl.float64)
+    total = tl.sum(total_SB, 0)
     if ONTO:
         total += tl.load(onto_ptr + element, mask=element < n, other=0.0).to(tl.float64)
-    for b in tl.range(0, batch, loop_unroll_factor=4):
-        factor = tl.load(factor_ptr + b).to(tl.float64)
-        value = tl.load(here, mask=element < tl.where(factor != 0, n, 0), other=0.0)
-        here += n
-        total += tl.where(factor != 0, factor * value.to(tl.float32).to(tl.float64), 0.0)
     tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=element < n)
 
 
@@ -274,11 +282,8 @@ def launch_weighted_sum(G_BN: Tensor, factors_B: Tensor, dtype: torch.dtype, ont
     if not can_launch(G_BN):
         return weighted_sum_reference(G_BN, factors_B, dtype, onto_N)
     out = torch.empty(G_BN.shape[1:], dtype=dtype, device=G_BN.device)
-    n, before = out.numel(), out if onto_N is None else onto_N.contiguous()
-    _sum_body[(cdiv(n, BLOCK),)](
-        G_BN.contiguous(), factors_B.contiguous(), before, out, len(G_BN), n,
-        ONTO=onto_N is not None, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+    before = out if onto_N is None else onto_N.contiguous()
+    _launch_sum(G_BN, factors_B, before, out, onto=onto_N is not None)
     return out
 
 
@@ -293,10 +298,16 @@ def launch_add_weighted_sum_(onto_N: Tensor, G_BN: Tensor, factors_B: Tensor) ->
     if not can_launch(G_BN) or not onto_N.is_contiguous():
         onto_N.copy_(weighted_sum_reference(G_BN, factors_B, onto_N.dtype, onto_N))
         return
-    n = onto_N.numel()
-    _sum_body[(cdiv(n, BLOCK),)](
-        G_BN.contiguous(), factors_B.contiguous(), onto_N, onto_N, len(G_BN), n, ONTO=True, BLOCK=BLOCK, num_warps=4
-    )
+    _launch_sum(G_BN, factors_B, onto_N, onto_N, onto=True)
+
+
+def _launch_sum(G: Tensor, factors: Tensor, before: Tensor, out: Tensor, *, onto: bool) -> None:
+    n = out.numel()
+    samples, block, unroll = (SMALL_SAMPLES, SMALL_BLOCK, 1) if n <= SMALL and len(G) > 1 else (1, BLOCK, 4)
+    _sum_body[(cdiv(n, block),)](
+        G.contiguous(), factors.contiguous(), before, out, len(G), n,
+        ONTO=onto, SAMPLES=samples, BLOCK=block, UNROLL=unroll, num_warps=4,
+    )  # fmt: skip
 
 
 def _check_sum(G: Tensor, factors: Tensor, dtype: torch.dtype, onto: Tensor | None) -> None:

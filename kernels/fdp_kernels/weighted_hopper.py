@@ -30,6 +30,7 @@ from fdp_kernels.hopper import (
     gluon_jit,
     load_outer,
     make_ring,
+    matrix_index_hopper,
     multiply_outer,
     outer_descriptors,
     pick_hopper,
@@ -93,7 +94,7 @@ def _weighted_hopper_body(
     SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     index = gl.program_id(0)
-    matrix = (index >= end0).to(gl.int32) + (index >= end1).to(gl.int32) + (index >= end2).to(gl.int32)
+    matrix = matrix_index_hopper(index, end0, end1, end2)
     g, x = pick_hopper(matrix, g0, g1, g2, g3), pick_hopper(matrix, x0, x1, x2, x3)
     p, d = pick_hopper(matrix, p0, p1, p2, p3), pick_hopper(matrix, d0, d1, d2, d3)
     factor_ptr = pick_hopper(matrix, factor_ptr0, factor_ptr1, factor_ptr2, factor_ptr3)

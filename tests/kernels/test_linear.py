@@ -310,7 +310,7 @@ def test_keep_measures_after_rounding() -> None:
     assert_rounded_up(parts.sum(1), squared_norms_reference(G))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 33000), (2, 7, 11), (5, 64, 32)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33000), (2, 7, 11), (5, 64, 32), (130, 70)])
 def test_norms_and_weighted_sums_of_stored_gradients(shape: tuple[int, ...]) -> None:
     G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     factors = factors_of(shape[0])
@@ -318,6 +318,18 @@ def test_norms_and_weighted_sums_of_stored_gradients(shape: tuple[int, ...]) -> 
     for dtype in (torch.float32, torch.float64):
         expected = weighted_sum_reference(G, factors.to(dtype), dtype)
         torch.testing.assert_close(launch_weighted_sum(G, factors.to(dtype), dtype), expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 63, 64, 65, 128, 129])
+def test_a_weighted_sum_of_small_gradients_has_every_sample_once(samples: int) -> None:
+    # Many samples are read at a time: each element must get 2^b of sample b alone, and nothing of a sample left out.
+    exponents = torch.arange(samples, dtype=torch.float64) % 32
+    G, factors = torch.ones(samples, 37), 2.0**exponents
+    left_out = samples // 2
+    G[left_out], factors[left_out] = torch.nan, 0.0
+    onto = torch.full((37,), 3.0, dtype=torch.float64)
+    launch_add_weighted_sum_(onto, G, factors)
+    assert torch.equal(onto, torch.full_like(onto, 3.0 + float(factors.sum())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
