@@ -181,7 +181,8 @@ def verdicts(rows: Sequence[Row], regimes: Mapping[str, Regime]) -> list[str]:
     lines = []
     for each, regime in regimes.items():
         plain = row_of(rows, regime.plain or each, "none")
-        for mode in ("auto", *(mode for mode in (INT8, LEAN) if row_of(rows, each, mode) is not None)):
+        measured = [mode for mode in ("auto", INT8, LEAN) if row_of(rows, each, mode) is not None]
+        for mode in measured or ["auto"]:
             speed, memory = ratios_to(row_of(rows, each, mode), plain)
             if regime.least is not None:
                 lines.append(verdict(f"speed, `{mode}` / `none`, {each}", ">=", regime.least, speed))
