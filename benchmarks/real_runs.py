@@ -252,8 +252,8 @@ def page(content: dict[str, Any], *, name: str) -> str:
 LEAN_NOTE = fill(
     f"`{LEAN}` is the plan of `auto` that stores least with one backward pass, measured where `auto` takes more memory "
     "than its share. For gpt2 that is `auto`'s own plan, measured again at 512 tokens: the two rows differ as two runs "
-    "do. Smaller microbatches take less memory: `gpt2_tied_2x64` and `gpt2_untied_2x64` are steps of 128 samples of 256 "
-    "tokens in two microbatches, compared with plain steps in one; see also the next table.",
+    "do. Smaller microbatches take less memory: `gpt2_tied_2x64` and `gpt2_untied_2x64` are steps of 128 samples of "
+    "256 tokens in two microbatches, compared with plain steps in one; see also the next table.",
     WIDTH,
 )
 INT8_NOTE = fill(
