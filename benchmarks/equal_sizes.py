@@ -35,9 +35,9 @@ from fdp.models import GPTConfig, gpt
 from fdp.optimizers import adamw
 from fdp.privacy.clipping import flat
 from fdp.run.equal_sizes import RoundingWarning
+from fdp.run.prepare_run import prepare
 from fdp.run.run_config import RunConfig
 from fdp.run.run_plan import first_examples
-from fdp.run.training_run import prepare
 from fdp.step import sample_part
 from fdp.types import Tree
 

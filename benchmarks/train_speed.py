@@ -34,8 +34,8 @@ from fdp import tree
 from fdp.cli import session
 from fdp.cli.main import main as fdp_main
 from fdp.run import training_run
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import Run
 from fdp.types import TrainState
 
 TARGET = 0.97

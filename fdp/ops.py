@@ -1,4 +1,4 @@
-"""Operations of a model: ordinary tensor functions that also accept watched parameters (``fdp.gradients.taps``).
+"""Operations of a model: ordinary tensor functions that also accept watched parameters (``fdp.gradients.tape``).
 
 Every function takes the input first, with samples in dimension 0, and parameters as plain tensors or ``Watched``
 values. A use of a watched parameter is recorded.
@@ -22,7 +22,7 @@ from fdp.attention import attention as attention
 from fdp.cpu.gelu import gelu as gelu
 from fdp.cpu.layer_norm import layer_norm as layer_norm_of_each
 from fdp.gradients.rules import OneHot, Pair, Rule, rows
-from fdp.gradients.taps import Watched
+from fdp.gradients.tape import Watched
 from fdp.types import FdpError
 
 Weight: TypeAlias = Tensor | Watched

@@ -38,7 +38,7 @@ from fdp.gradients.costs import Choice, NormBy, SumBy
 from fdp.gradients.execution import EAGER, STORE_ALL, Execution, Memory
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, Plan, make_plan
-from fdp.gradients.taps import EXPANDED
+from fdp.gradients.tape import EXPANDED
 from fdp.init import constant
 from fdp.model import Block, LeafSpec, Model
 from fdp.models import GPTConfig, gpt

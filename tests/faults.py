@@ -31,7 +31,7 @@ COMMON = shlex.split(
 STAGES = {
     "joining": ("fdp.parallel.rendezvous", "meet"),
     "reading the settings": ("fdp.cli.session", "configure"),
-    "checking the model": ("fdp.run.training_run", "check_model"),
+    "checking the model": ("fdp.run.prepare_run", "check_model"),
     "making the folder": ("fdp.cli.run_files", "write_config"),
     "replacing a file": ("fdp.storage.private_files", "sync_folder"),
     "verifying a checkpoint": ("fdp.storage.checkpoint", "_check_files"),

@@ -26,7 +26,8 @@ from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
 from fdp.gradients import timing
 from fdp.gradients.plan import Method
-from fdp.run.training_run import prepare, steps
+from fdp.run.prepare_run import prepare
+from fdp.run.training_run import steps
 from fdp.types import FdpError, NotRepeatable
 from tests.run.test_smaller_microbatches import CONFIG
 

@@ -104,6 +104,7 @@ INSIDE = {
         "advise",
         "statement",
         "search_options",
+        "search_promise",
         "search_summary",
         "search_runs",
         "search",
@@ -175,7 +176,8 @@ PROOF = {
     "curves": {"accounting", "releases", "loss_distributions"},
     "shown_numbers": set(),
     "guarantee": {"releases", "shown_numbers"},
-    "chain": {"guarantee", "releases"},
+    "several_runs": {"guarantee", "releases", "shown_numbers"},
+    "chain": {"guarantee", "releases", "several_runs"},
     "clipping": {"noise"},  # adaptive clipping adds noise to its count
     "mechanism": {"clipping", "sampling"},
     "accounting": {"mechanism", "clipping", "sampling", "composition", "loss_distributions", "shown_numbers"},

@@ -8,7 +8,7 @@ from fdp import ops
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Dense, Rule
-from fdp.gradients.taps import Tape, Watched
+from fdp.gradients.tape import Tape, Watched
 from fdp.model import from_loss
 from fdp.types import FdpError
 from tests.conftest import randn

@@ -25,8 +25,8 @@ from fdp import tree
 from fdp.advice.batch_and_steps import Speed
 from fdp.estimate.estimate import StepSettings, plan_at_scale
 from fdp.privacy.sampling import trusted_batch
+from fdp.run.prepare_run import Run, prepare
 from fdp.run.run_config import RunConfig
-from fdp.run.training_run import Run, prepare
 from fdp.types import Batch, TrainState
 
 USABLE = 0.8

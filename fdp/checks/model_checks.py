@@ -23,7 +23,8 @@ from fdp import tree
 from fdp.checks.synthetic_samples import Sample, concatenate, make_synthetic_samples, nan_sample
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Plan
-from fdp.gradients.taps import Tape, batch_size_of, make_taps, watch
+from fdp.gradients.tape import Tape
+from fdp.gradients.taps import batch_size_of, make_taps, watch
 from fdp.gradients.vjp import NotFunctional
 from fdp.model import Model, check_losses
 from fdp.types import FdpError, Flat, Norms, Tree

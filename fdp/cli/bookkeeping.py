@@ -30,26 +30,22 @@ from fdp.ledger.totals import DataTotal, total_on_same_data
 from fdp.parallel import launch
 from fdp.parallel.agree import gather_values, run_in_unison
 from fdp.privacy.chain import Chain, compose_chain
-from fdp.privacy.guarantee import (
-    MARKER,
-    Guarantee,
+from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, promise_about, read_marker
+from fdp.privacy.releases import EVALUATIONS, Release
+from fdp.privacy.several_runs import (
     choices_sentence,
     compose,
     count_choices,
-    marker_text,
-    promise_about,
-    read_marker,
     releases_the_same,
     same_data,
     training_again,
 )
-from fdp.privacy.releases import EVALUATIONS, Release
 from fdp.privacy.shown_numbers import shown_delta, shown_epsilon
 from fdp.report.search_price import Search, find_search, model_chain, price_promises
 from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import StepRecord, guarantee_of
-from fdp.run.training_run import Run
 from fdp.storage.private_files import disk_errors, write_private
 from fdp.types import TrainState
 

@@ -201,7 +201,7 @@ def _observe(file: Path) -> int:
     from fdp.cli.configure import configure
     from fdp.parallel import launch
     from fdp.run.compare import observe, write
-    from fdp.run.training_run import prepare
+    from fdp.run.prepare_run import prepare
     from fdp.types import FdpError
 
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

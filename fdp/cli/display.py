@@ -38,8 +38,8 @@ from fdp.privacy.guarantee import RELATION, delta_advice
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
 from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost
+from fdp.run.prepare_run import Run, extra_noise
 from fdp.run.smaller_microbatches import RunWarning
-from fdp.run.training_run import Run, extra_noise
 from fdp.types import TrainState
 
 Rows: TypeAlias = list[tuple[str, str]]

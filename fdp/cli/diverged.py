@@ -22,8 +22,8 @@ from fdp.cli import display, run_files
 from fdp.cli.names import choose
 from fdp.cli.train_options import TrainOptions
 from fdp.parallel import launch
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import Run
 from fdp.types import TrainState
 
 EXIT_CODE = 4

@@ -36,9 +36,9 @@ from fdp.parallel.sharding import Sharding
 from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.releases import Release
 from fdp.report.run_facts import RunFacts, read_facts
+from fdp.run.prepare_run import Run
 from fdp.run.run_config import RunConfig
 from fdp.run.run_folder import RunFolder, read_run_folder
-from fdp.run.training_run import Run
 from fdp.storage import checkpoint
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError, Key, TrainState, Tree

@@ -118,7 +118,8 @@ def show_data(console: Console, told: ToldData) -> None:
 def name_text_field(console: Console, options: TrainOptions, problem: str) -> FdpError:
     """Print the fields of records without a text in the expected one; return an error that says how to name it."""
     from fdp.cli.model_and_data import parse_form
-    from fdp.data.files import TABLE_SUFFIXES, find_source, suffix_of
+    from fdp.data.file_kinds import TABLE_SUFFIXES, suffix_of
+    from fdp.data.files import find_source
     from fdp.data.record_fields import example_of
     from fdp.data.text_fields import describe_fields, likely_text_field
     from fdp.types import FdpError

@@ -55,7 +55,7 @@ def ledger_command(options: LedgerListOptions) -> None:
     from fdp.cli.ledger_totals import find_searches, total_of
     from fdp.ledger.book import LEDGER_FILE, Book
     from fdp.ledger.data_key import OFF, ledger_folder, load_key
-    from fdp.privacy.guarantee import linked_data
+    from fdp.privacy.several_runs import linked_data
     from fdp.types import FdpError
 
     folder = ledger_folder(options.ledger)
@@ -95,7 +95,8 @@ def group_by_data(entries: Sequence[Entry], wanted: set[str] | None = None) -> l
     of other data is in two groups. Runs on the data of a group that promise it nothing are in it, too. ``wanted`` are
     the fingerprints of the data to look at; None: all data.
     """
-    from fdp.privacy.guarantee import linked_data, promise_about, unit_kind
+    from fdp.privacy.guarantee import promise_about
+    from fdp.privacy.several_runs import linked_data, unit_kind
 
     runs = [entry.promise for entry in entries]
     groups: dict[tuple[frozenset[str], str], list[Entry]] = {}

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from fdp.data.nouns import count
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import (
-    Guarantee,
+from fdp.privacy.guarantee import Guarantee
+from fdp.privacy.several_runs import (
     choices_sentence,
     compose,
     composition_note,

@@ -24,8 +24,8 @@ from rich.text import Text
 from fdp.cli.display import loss_text
 from fdp.fast.compile_modes import Compile
 from fdp.privacy.shown_numbers import shown_epsilon
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import Run
 from fdp.types import TrainState
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -34,10 +34,10 @@ from fdp.cli.config_file import config_text
 from fdp.cli.formatting import package_version
 from fdp.gradients.plan import explain_rows
 from fdp.privacy.guarantee import MARKER, RELATION
+from fdp.run.prepare_run import Run, extra_noise
 from fdp.run.run_folder import is_run_folder
 from fdp.run.same_noise import rounding_record
 from fdp.run.step_metrics import StepRecord, record_to_json
-from fdp.run.training_run import Run, extra_noise
 from fdp.storage.dcp import digest_of
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState

@@ -21,7 +21,7 @@ from fdp.parallel.sharding import over_tensor_axis
 from fdp.run.evaluation_config import default_every, planned_steps
 from fdp.run.forward import forward_weights
 from fdp.run.generate import Decoding, decode, generate, window_of
-from fdp.run.training_run import Run
+from fdp.run.prepare_run import Run
 from fdp.types import FdpError, Tree
 
 TEMPERATURE = 0.8

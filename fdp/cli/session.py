@@ -41,10 +41,11 @@ from fdp.report import figure
 from fdp.run.evaluation import Evaluator, attach_evaluations, make_evaluator
 from fdp.run.generate import attach_texts
 from fdp.run.kept import Kept, exported, plain, start_keeping
+from fdp.run.prepare_run import Run, prepare
 from fdp.run.run_config import RunConfig
 from fdp.run.run_folder import read_records
 from fdp.run.step_metrics import StepRecord, summarise
-from fdp.run.training_run import Run, can_run_ahead, prepare, steps
+from fdp.run.training_run import can_run_ahead, steps
 from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState, Tree
 

@@ -20,8 +20,8 @@ from fdp.cli.tracking_options import TrackingOptions
 from fdp.cli.train_options import TrainOptions
 from fdp.cli.weights_and_biases import log_to_wandb
 from fdp.extras import missing_package
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import Run
 from fdp.types import FdpError, TrainState
 
 Stream = Iterable[tuple[TrainState, StepRecord]]

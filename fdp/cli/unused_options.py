@@ -13,7 +13,8 @@ from pathlib import Path
 from fdp.cli.needs import Needs
 from fdp.cli.options import options_of, to_dict
 from fdp.cli.train_options import TrainOptions
-from fdp.data.files import find_token_files, holds_records
+from fdp.data.file_kinds import holds_records
+from fdp.data.files import find_token_files
 from fdp.parallel import launch
 from fdp.types import FdpError
 

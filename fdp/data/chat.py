@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-from fdp.data.files import check_text
 from fdp.data.record_fields import describe
 from fdp.data.text import Tokenizer, locate_tokens
+from fdp.data.text_files import check_text
 from fdp.types import FdpError
 
 Piece: TypeAlias = tuple[str, bool]

@@ -39,12 +39,13 @@ from fdp.data.documents import (
     rows_with_loss,
     split_rows,
 )
-from fdp.data.files import RecordForm, Source, find_source, read_text
+from fdp.data.files import RecordForm, Source, find_source
 from fdp.data.nouns import FILE, RECORD, person_noun, text_noun
 from fdp.data.person_fields import FieldCensus, is_plain_name
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.table_records import name_separators
+from fdp.data.text_files import read_text
 from fdp.data.units import A_FOLDER, UnitKind, named_by
 from fdp.data.user_fields import FOLDER, folder_of, folders_of
 from fdp.data.users import Users, by_record, by_user

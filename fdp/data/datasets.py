@@ -1,12 +1,13 @@
-"""Datasets from local files: windows over a stream of bytes or tokens, and a small set of images.
+"""Datasets by name or path: windows over texts or tokens, or images.
 
-A stream of tokens is split into windows that do not overlap,
+| source                 | dataset                                                                            |
+|------------------------|------------------------------------------------------------------------------------|
+| ``stdlib``             | windows over the bytes of the running Python's standard library                    |
+| ``digits``             | scikit-learn's images of digits, for classifiers                                   |
+| texts, records         | windows over all of them as one stream, of bytes or of a tokenizer's tokens        |
+| ``.npy .bin``          | windows over tokens, which are mapped                                              |
 
-    sample i = tokens[i (context + 1) : (i + 1) (context + 1)],
-
-and **a sample, the unit of privacy, is one window**. No token is in two samples: inputs and targets overlap only
-inside a window, so removing a window removes every use of its tokens. A document longer than a window is several
-samples, and so less protected than if it were one.
+See ``fdp.data.windows`` and ``fdp.data.images`` for what a sample is. Nothing is downloaded.
 
     >>> dataset = load("stdlib", context=128)          # the source of the running Python's standard library
     >>> dataset = load("notes.jsonl", context=128, field="body")
@@ -21,38 +22,26 @@ import difflib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fdp.data import text
 from fdp.data.array_store import ArrayWriter
-from fdp.data.files import (
-    GZIP_ERRORS,
-    ZIPPED,
-    RecordForm,
-    Source,
-    check_text,
-    damaged_archive,
-    find_source,
-    find_token_files,
-    open_bytes,
-    read_text,
-    to_utf8,
-)
+from fdp.data.file_kinds import ZIPPED
+from fdp.data.files import RecordForm, Source, find_source, find_token_files
+from fdp.data.images import Examples, examples
 from fdp.data.nouns import FILE, text_noun
-from fdp.data.person_fields import FieldCensus, PersonField
-from fdp.data.read_counts import ReadCounts
+from fdp.data.person_fields import FieldCensus
 from fdp.data.record_fields import text_field
 from fdp.data.record_files import read_records
 from fdp.data.table_records import name_separators
-from fdp.data.token_files import Shards, map_file, read_tokens
-from fdp.data.units import PrivacyUnit, UnitKind, privacy_unit
+from fdp.data.text_files import GZIP_ERRORS, check_text, damaged_archive, open_bytes, read_text, to_utf8
+from fdp.data.token_files import map_file, read_tokens
 from fdp.data.user_fields import folders_of
+from fdp.data.windows import TextsRead, Windows, windows
 from fdp.extras import missing_package
 from fdp.types import FdpError
 
@@ -62,96 +51,12 @@ BYTE_VOCAB_SIZE = 256
 NAMES = ("stdlib", "digits")
 """Datasets known by name; any other name is a path."""
 
-CHUNK_ELEMENTS = 1 << 24
-"""Elements checked at a time, so that a mapped file is never all in memory."""
+CHUNK_BYTES = 1 << 24
+"""Bytes of text read at a time, so that a mapped file is never all in memory."""
 
 # Tests, tables and demonstrations: most of the library's bytes, and hardly source text.
 _SKIPPED = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "turtledemo", "ensurepip"}
 _SKIPPED |= {"site-packages", "dist-packages", "__pycache__"}
-
-
-class TextsRead(NamedTuple):
-    """The counts of the texts that a stream was made of; see ``fdp.data.read_counts``."""
-
-    texts: int = 0
-    text: str = FILE
-    links: int = 0
-    person_field: PersonField | None = None
-    unread: int = 0
-    separated: str = ""
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows of ``context + 1`` tokens over a one-dimensional array, which may be a mapped file, or several.
-
-    Guarantees:
-      - windows do not overlap: a token is in at most one sample;
-      - only the windows asked for are read.
-    """
-
-    tokens: np.ndarray | Shards = field(repr=False)
-    context: int
-    token: str = "token"
-    texts: TextsRead = field(default=TextsRead(), repr=False)
-
-    @property
-    def reading(self) -> ReadCounts:
-        """The counts of windows, and of tokens that are not trained on; covered by no budget."""
-        tail, size = len(self.tokens) - len(self) * (self.context + 1), self.context + 1
-        return ReadCounts(UnitKind.WINDOW, len(self), size, self.token, tail=tail, **self.texts._asdict())
-
-    @property
-    def unit(self) -> PrivacyUnit:
-        """The unit of privacy, in words."""
-        return privacy_unit(UnitKind.WINDOW, tokens=self.context + 1, word=self.token)
-
-    def __len__(self) -> int:
-        return len(self.tokens) // (self.context + 1)
-
-    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Return ``{"tokens": int64 (n, context + 1)}`` for n indices."""
-        size = self.context + 1
-        if isinstance(self.tokens, Shards):
-            return {"tokens": torch.from_numpy(self.tokens.windows(indices, size).astype(np.int64))}
-        rows = self.tokens[: len(self) * size].reshape(len(self), size)
-        return {"tokens": torch.from_numpy(rows[indices].astype(np.int64))}
-
-    def content(self) -> list[tuple[str, np.ndarray | Shards]]:
-        """Return the arrays that samples are made from, for ``fdp.data.digest``."""
-        used, tokens = len(self) * (self.context + 1), self.tokens
-        tokens = tokens.first(used) if isinstance(tokens, Shards) else tokens[:used]
-        return [("tokens", tokens), ("context", np.array([self.context]))]
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Labelled images held in memory; a sample is one image with its label."""
-
-    image: Tensor = field(repr=False)
-    label: Tensor = field(repr=False)
-
-    @property
-    def reading(self) -> ReadCounts:
-        """The number of images; covered by no budget."""
-        return ReadCounts(UnitKind.IMAGE, len(self), 0, "pixel")
-
-    @property
-    def unit(self) -> PrivacyUnit:
-        """The unit of privacy, in words."""
-        return privacy_unit(UnitKind.IMAGE)
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def fetch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Return ``{"image": float32 (n, ...), "label": int64 (n,)}`` for n indices."""
-        rows = torch.as_tensor(indices, dtype=torch.int64)
-        return {"image": self.image.index_select(0, rows), "label": self.label.index_select(0, rows)}
-
-    def content(self) -> list[tuple[str, Tensor]]:
-        """Return the arrays that samples are made from, for ``fdp.data.digest``."""
-        return [("image", self.image), ("label", self.label)]
 
 
 def load(
@@ -166,8 +71,8 @@ def load(
     """Load a dataset by name or by path.
 
     - ``stdlib``, or ``digits`` (for classifiers, with ``context=None``);
-    - a file or folder of UTF-8 text, or of records (see ``fdp.data.files``), from which ``field`` is read; texts are
-      joined by a newline, or by the end of text of ``tokenizer``;
+    - a file or folder of UTF-8 text, or of records (see ``fdp.data.file_kinds``), from which ``field`` is read; texts
+      are joined by a newline, or by the end of text of ``tokenizer``;
     - ``.npy`` or ``.bin`` token files, or a folder of them, which are mapped (``fdp.data.token_files``). Beside a
       ``tokenizer`` they must hold tokens of its vocabulary.
 
@@ -234,46 +139,6 @@ def _check_exists(source: str) -> None:
         raise FdpError(f"data: expected {' or '.join(NAMES)}, or a path that exists, got {source!r}. {hint}")
 
 
-def windows(tokens: np.ndarray | Shards, *, context: int, vocab_size: int, where: str, token: str = "token") -> Windows:
-    """Check tokens and split them into windows; ``where`` names the source. A shorter last window is dropped."""
-    if context < 1:
-        raise FdpError(f"context: expected at least 1, got {context}")
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise FdpError(
-            f"{where}: expected integers in one dimension, got {tokens.dtype} of shape {tokens.shape}; "
-            "save token ids, not text or embeddings"
-        )
-    if len(tokens) == 0:
-        raise FdpError(f"{where}: expected text or tokens, got nothing (empty); check that it is the file you meant")
-    if len(tokens) < context + 1:
-        raise FdpError(
-            f"{where}: expected at least one window of {context + 1} {token}s, got {len(tokens)}; "
-            "give more data or a shorter context"
-        )
-    for start in range(0, len(tokens), CHUNK_ELEMENTS):
-        chunk = tokens[start : start + CHUNK_ELEMENTS]
-        if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
-            first = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
-            raise FdpError(
-                f"{where}: expected token ids from 0 to {vocab_size - 1}, got another "
-                f"at position {start + first}; use the model's tokenizer or a model with a larger vocabulary"
-            )
-    return Windows(tokens, context, token)
-
-
-def examples(image: Tensor, label: Tensor, *, where: str) -> Examples:
-    """Check images and labels and return them as a dataset; ``where`` names the source in errors."""
-    if len(image) != len(label) or len(label) == 0:
-        raise FdpError(f"{where}: expected as many labels as images, got {len(image)} images and {len(label)} labels")
-    bad = ~torch.isfinite(image).flatten(1).all(1)
-    if bool(bad.any()):
-        raise FdpError(
-            f"{where}: expected finite pixels, got NaN or infinity in image {int(bad.int().argmax())} "
-            f"and {int(bad.sum()) - 1} others; repair or drop them"
-        )
-    return Examples(image.float(), label.long())
-
-
 def stdlib() -> np.ndarray:
     """Return the bytes of Python's standard library, ``*.py`` in sorted order, without tests and large tables."""
     root = sysconfig.get_path("stdlib")
@@ -309,8 +174,8 @@ def _join_texts(texts: Iterator[np.ndarray]) -> np.ndarray:
     for words in texts:
         if len(words):
             joined.append(np.frombuffer(b"\n" if joined.size else b"", np.uint8))
-            for start in range(0, len(words), CHUNK_ELEMENTS):
-                joined.append(words[start : start + CHUNK_ELEMENTS])
+            for start in range(0, len(words), CHUNK_BYTES):
+                joined.append(words[start : start + CHUNK_BYTES])
     return joined.finish()
 
 
@@ -330,11 +195,11 @@ def _read_text(path: Path) -> np.ndarray:
     is_zipped = path.suffix.lower() == ZIPPED
     tokens = _unpack(path) if is_zipped else map_file(path, np.dtype(np.uint8))
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for start in range(0, len(tokens), CHUNK_ELEMENTS):
+    for start in range(0, len(tokens), CHUNK_BYTES):
         pending = len(decoder.getstate()[0])
-        chunk = tokens[start : start + CHUNK_ELEMENTS]
+        chunk = tokens[start : start + CHUNK_BYTES]
         try:
-            decoder.decode(chunk.tobytes(), final=start + CHUNK_ELEMENTS >= len(tokens))
+            decoder.decode(chunk.tobytes(), final=start + CHUNK_BYTES >= len(tokens))
             continue
         except UnicodeDecodeError as error:  # raised again below, since a chained error would hold the text
             position = start - pending + error.start
@@ -350,7 +215,7 @@ def _unpack(path: Path) -> np.ndarray:
     unpacked = ArrayWriter(np.dtype(np.uint8))
     try:
         with open_bytes(path) as content:
-            while chunk := content.read(CHUNK_ELEMENTS):
+            while chunk := content.read(CHUNK_BYTES):
                 unpacked.append(np.frombuffer(chunk, np.uint8))
         return unpacked.finish()
     except GZIP_ERRORS:

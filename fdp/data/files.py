@@ -1,17 +1,4 @@
-"""Text and record files at a path: find them, tell what they hold, read texts.
-
-| name, in any case      | content                                                                            |
-|------------------------|------------------------------------------------------------------------------------|
-| ``.jsonl .ndjson``     | a record on every line                                                             |
-| ``.json``              | a list of records, or one record                                                   |
-| ``.csv .tsv``          | a header, and a record on every row                                                |
-| ``.parquet``           | a record on every row; read by ``pyarrow``                                         |
-| ``.arrow .feather``    | the same; a folder saved by ``datasets.save_to_disk`` is its ``.arrow`` files      |
-| ``.npy .bin``          | tokens: read by ``fdp.data.token_files``, not here                                 |
-| ``.xlsx .pdf .zip ...``| refused: other tables, documents that are not plain text, and archives             |
-| any other              | a text                                                                             |
-
-Texts, ``.json``, JSON lines and tables in text form may be compressed: ``notes.jsonl.gz``.
+"""Files of texts, records or tokens at a path, each once.
 
 A folder holds texts or records, not both; records of several formats may share a folder. Its files are read in the
 order of their paths, each once, even if several links lead to it. Records are read by ``fdp.data.record_files``.
@@ -25,68 +12,20 @@ message of a library about a record.
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple
 
+from fdp.data.file_kinds import TOKENS, TOKENS_MANIFEST, Refusal, holds_records, holds_tokens, refusal_of
 from fdp.data.nouns import FILE, count
+from fdp.data.text_files import is_not_utf8, to_utf8
 from fdp.types import FdpError
 
-LINE_SUFFIXES = (".jsonl", ".ndjson")
-LIST_SUFFIX = ".json"
-TABLE_SUFFIXES = (".csv", ".tsv")
-PARQUET_SUFFIX = ".parquet"
-ARROW_SUFFIXES = (".arrow", ".feather")
-RECORD_SUFFIXES = (*LINE_SUFFIXES, LIST_SUFFIX, *TABLE_SUFFIXES, PARQUET_SUFFIX, *ARROW_SUFFIXES)
-TOKEN_SUFFIXES = (".npy", ".bin")
-TOKENS_MANIFEST = "tokens.json"
-"""The file that says of which type the ``.bin`` files of its folder are."""
-ZIPPED = ".gz"
-BINARY_SUFFIXES = (PARQUET_SUFFIX, *ARROW_SUFFIXES, *TOKEN_SUFFIXES)
-"""Files that compress themselves or are mapped: not read from ``.gz``."""
-
-
-class Refusal(NamedTuple):
-    """A kind of files that are not read, and what to do with one and with several."""
-
-    one: str
-    several: str
-    remedy: str
-    remedies: str
-
-
-TABLE = Refusal("another table", "other tables", "write its rows as .csv or .jsonl", "write tables as .csv or .jsonl")
-DOCUMENT = Refusal("a document", "documents", "save it as plain text", "save documents as plain text")
-ARCHIVE = Refusal("an archive", "archives", "unpack it", "unpack archives")
-TOKENS = Refusal(
-    "a file of tokens",
-    "files of tokens",
-    "give it by itself, or a folder of nothing else, with --unit window",
-    "give tokens a folder of their own, with --unit window",
-)
-REFUSED: dict[str, Refusal] = {
-    suffix: kind
-    for kind, suffixes in {
-        TABLE: (".xlsx", ".xls", ".ods"),
-        DOCUMENT: (".pdf", ".doc", ".docx", ".rtf", ".odt", ".epub"),
-        ARCHIVE: (".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz"),
-    }.items()
-    for suffix in suffixes
-}
-"""Other tables, whose rows are records, documents of other programs, and archives: read as text, all of their records
-would be one, and markup would be learned."""
 NAMED = 3
 """Files of a kind that an error names."""
-LOOKED_AT_BYTES = 1 << 16
-"""Bytes of a file that are checked to be UTF-8 where other files are refused anyway."""
-GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 SAVED_SPLITS, SAVED_STATE, SAVED_INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 """Files by which a folder that ``datasets`` saved to disk is recognised: of several splits, or of one."""
 
@@ -114,22 +53,6 @@ class Source(NamedTuple):
     unread: int = 0
 
 
-def suffix_of(path: Path) -> str:
-    """Return the suffix of a file in lower case, of ``notes.jsonl.gz`` that of ``notes.jsonl``."""
-    name = path.name.lower()
-    return Path(name.removesuffix(ZIPPED)).suffix
-
-
-def holds_records(path: Path) -> bool:
-    """Return True if a file of this name holds records."""
-    return suffix_of(path) in RECORD_SUFFIXES
-
-
-def holds_tokens(path: Path) -> bool:
-    """Return True if a file of this name holds tokens."""
-    return path.suffix.lower() in TOKEN_SUFFIXES
-
-
 def find_token_files(path: Path) -> tuple[Path, ...]:
     """Return the files of tokens at a path: the file, or all of a folder, in the order of their paths.
 
@@ -142,31 +65,6 @@ def find_token_files(path: Path) -> tuple[Path, ...]:
     files, _ = _once_each(_walk(path, {_identity(path)}))
     files = tuple(file for file in files if file.name != TOKENS_MANIFEST)
     return files if all(holds_tokens(file) for file in files) else ()
-
-
-def open_bytes(file: Path) -> IO[bytes]:
-    """Open a file for reading, unpacked if it is named ``.gz`` and is compressed; for errors see ``GZIP_ERRORS``."""
-    if file.suffix.lower() == ZIPPED:
-        with file.open("rb") as content:
-            is_zipped = content.read(2) == b"\x1f\x8b"
-        if is_zipped:
-            return cast("IO[bytes]", gzip.open(file, "rb"))
-    return file.open("rb")
-
-
-def read_bytes(file: Path) -> bytes:
-    """Read a whole file, unpacked."""
-    try:
-        with open_bytes(file) as content:
-            return content.read()
-    except GZIP_ERRORS:
-        pass
-    raise damaged_archive(file)
-
-
-def damaged_archive(file: Path) -> FdpError:
-    """Return the error about a compressed file that cannot be unpacked."""
-    return FdpError(f"{file}: expected a file compressed by gzip, got one that is damaged or cut off; copy it again")
 
 
 def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.AUTO) -> Source:
@@ -185,7 +83,7 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
     unread = _count_unread(root)
     if form is RecordForm.FILE:
         return Source(root, files, False, links, unread)
-    refused = {file: kind for file in files if (kind := _refusal(file)) is not None}
+    refused = {file: kind for file in files if (kind := refusal_of(file)) is not None}
     records = tuple(file for file in files if file not in refused and holds_records(file))
     texts = tuple(file for file in files if file not in refused and not holds_records(file))
     if refused or (records and texts):
@@ -193,18 +91,10 @@ def find_source(path: str | os.PathLike[str], *, form: RecordForm = RecordForm.A
     return Source(root, files, bool(records), links, unread)
 
 
-def _refusal(file: Path) -> Refusal | None:
-    """Return the kind of a table, a document or an archive that is not read, or of tokens, read by themselves."""
-    outer, inner = file.suffix.lower(), suffix_of(file)
-    if outer == ZIPPED and (inner in BINARY_SUFFIXES or not inner):
-        return ARCHIVE
-    return REFUSED.get(outer) or REFUSED.get(inner) or (TOKENS if holds_tokens(file) else None)
-
-
 def _refuse(root: Path, refused: Mapping[Path, Refusal], records: Sequence[Path], texts: Sequence[Path]) -> FdpError:
     """Return one error about all files that are refused: how many of each kind, and the first ones."""
     mixed = bool(records and texts)
-    foreign = [file for file in (*records, *texts) if _is_not_utf8(file)]
+    foreign = [file for file in (*records, *texts) if is_not_utf8(file)]
     if len(refused) == 1 and not mixed and not foreign:
         ((file, kind),) = refused.items()
         if kind is TOKENS:
@@ -237,55 +127,6 @@ def _named(files: Sequence[Path], root: Path) -> str:
     """Return the first of some files in a folder, and how many more there are."""
     shown = ", ".join(str(file.relative_to(root)) for file in files[:NAMED])
     return shown + (f" and {len(files) - NAMED:,} more" if len(files) > NAMED else "")
-
-
-def _is_not_utf8(file: Path) -> bool:
-    """Return True if the beginning of a text, or of records in a text, is not UTF-8."""
-    if suffix_of(file) in BINARY_SUFFIXES:
-        return False
-    try:
-        with open_bytes(file) as content:
-            codecs.getincrementaldecoder("utf-8")().decode(content.read(LOOKED_AT_BYTES))
-    except UnicodeDecodeError:
-        return True
-    except (*GZIP_ERRORS, OSError):  # reported when the file is read
-        pass
-    return False
-
-
-def to_utf8(file: Path) -> str:
-    """Return how to convert a file that is not UTF-8; its first bytes tell whether Windows wrote it as UTF-16."""
-    with suppress(*GZIP_ERRORS, OSError), open_bytes(file) as content:
-        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            return _conversion(file, "utf-16", "")
-    return _conversion(file, "latin1", ", if it is Latin-1")
-
-
-def _conversion(file: Path, encoding: str, condition: str) -> str:
-    excel = "in Excel save it as CSV UTF-8, or " if suffix_of(file) in TABLE_SUFFIXES else ""
-    return f"{excel}iconv -f {encoding} -t utf-8 OLD > NEW{condition}"
-
-
-def check_text(text: str, place: str) -> None:
-    """Refuse text that is not Unicode, such as half of a surrogate pair."""
-    try:
-        text.encode()
-        return
-    except UnicodeEncodeError:  # raised again below, since a chained error would show the text
-        pass
-    raise FdpError(f"{place}: expected text, got a lone surrogate, which is half a character; repair the record")
-
-
-def read_text(file: Path) -> str:
-    """Read a UTF-8 text file."""
-    content = read_bytes(file)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        position = error.start
-    raise FdpError(
-        f"{file}: expected UTF-8 text, got a byte at position {position} that is not; convert the file: {to_utf8(file)}"
-    )
 
 
 def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[Path]:

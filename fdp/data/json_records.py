@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fdp.data.files import GZIP_ERRORS, damaged_archive, open_bytes, read_bytes
 from fdp.data.record_fields import json_type
+from fdp.data.text_files import GZIP_ERRORS, damaged_archive, open_bytes, read_bytes
 from fdp.types import FdpError
 
 

@@ -12,8 +12,9 @@ import shlex
 from difflib import get_close_matches
 from typing import Any
 
-from fdp.data.files import RecordForm, check_text
+from fdp.data.files import RecordForm
 from fdp.data.person_fields import is_plain_name
+from fdp.data.text_files import check_text
 from fdp.data.user_names import normalize_name
 from fdp.types import FdpError
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fdp.data.arrow_records import read_arrow, read_parquet
-from fdp.data.files import ARROW_SUFFIXES, LIST_SUFFIX, PARQUET_SUFFIX, TABLE_SUFFIXES, Source, suffix_of
+from fdp.data.file_kinds import ARROW_SUFFIXES, LIST_SUFFIX, PARQUET_SUFFIX, TABLE_SUFFIXES, suffix_of
+from fdp.data.files import Source
 from fdp.data.json_records import read_lines, read_list
 from fdp.data.table_records import read_table
 from fdp.types import FdpError

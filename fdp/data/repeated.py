@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 
 from fdp import tree
-from fdp.data.datasets import Windows
 from fdp.data.digest import ArrayBacked, data_digest, fetch_all
 from fdp.data.documents import Documents
 from fdp.data.held_out import Subset
@@ -32,6 +31,7 @@ from fdp.data.mixed import Mixed
 from fdp.data.overlap import digests_of
 from fdp.data.units import UnitKind
 from fdp.data.users import Users
+from fdp.data.windows import Windows
 from fdp.privacy.microbatches import Dataset
 from fdp.types import Path, Tree
 

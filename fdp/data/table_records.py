@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fdp.data.files import GZIP_ERRORS, LOOKED_AT_BYTES, damaged_archive, open_bytes, suffix_of, to_utf8
+from fdp.data.file_kinds import suffix_of
+from fdp.data.text_files import GZIP_ERRORS, LOOKED_AT_BYTES, damaged_archive, open_bytes, to_utf8
 from fdp.types import FdpError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}

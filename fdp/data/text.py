@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fdp.data.array_store import ArrayWriter, narrowest_dtype
-from fdp.data.files import check_text
+from fdp.data.text_files import check_text
 from fdp.extras import missing_package
 from fdp.types import FdpError
 

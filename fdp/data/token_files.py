@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fdp.data.files import TOKENS_MANIFEST, find_token_files
+from fdp.data.file_kinds import TOKENS_MANIFEST
+from fdp.data.files import find_token_files
 from fdp.types import FdpError
 
 BIN_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "int32", "int64")}

@@ -21,7 +21,7 @@ from fdp.fast.compile_modes import make_execution
 from fdp.fast.fused_head import can_fuse, fused_vjp
 from fdp.gradients.execution import EagerRunner, Execution, Pull
 from fdp.gradients.plan import Plan
-from fdp.gradients.taps import Use
+from fdp.gradients.tape import Use
 from fdp.kfac.optimizer import Kfac
 from fdp.kfac.private.refresh import sides_of
 from fdp.kfac.refresh import measure

@@ -33,7 +33,8 @@ from fdp.fast.fused_head import can_fuse, fused_vjp
 from fdp.gradients.execution import Pull
 from fdp.gradients.plan import Plan
 from fdp.gradients.rules import HALF, Record, Rule
-from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, trace_tape, watch, zeros_of
+from fdp.gradients.tape import Tape, Use
+from fdp.gradients.taps import batch_size_of, make_taps, records_of, trace_tape, watch, zeros_of
 from fdp.model import Block
 from fdp.types import FdpError, Flat, Path, Tree
 

@@ -22,7 +22,7 @@ from fdp.gradients.eight_bits import Rounded
 from fdp.gradients.execution import Pull, Runner
 from fdp.gradients.plan import Plan
 from fdp.gradients.rules import Dense, Pair
-from fdp.gradients.taps import Use
+from fdp.gradients.tape import Use
 from fdp.model import Block
 from fdp.types import Flat, Path, Tree
 

@@ -3,7 +3,7 @@
     out, pull = attached_vjp(block, weights, carry, data, uses, trainable)             as fdp.gradients.taps.tapped_vjp
 
 ``torch.func`` has to see the sum ``y + tap``, which is a pass over every output, and it wraps every tensor. Plain
-autograd lets a tap share the gradient of an output (:func:`fdp.gradients.taps.attach`), so that a bias stays part of
+autograd lets a tap share the gradient of an output (:func:`fdp.gradients.tape.attach`), so that a bias stays part of
 its product and nothing is added. Both give true derivatives. Inside ``torch.compile``, under a transform of
 ``torch.func`` and in inference mode only ``torch.func`` is right, and :func:`can_attach` says so.
 
@@ -23,7 +23,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.cpu.promise import differentiated_once
 from fdp.gradients.rules import Record
-from fdp.gradients.taps import Tape, Use, batch_size_of, make_taps, records_of, watch
+from fdp.gradients.tape import Tape, Use
+from fdp.gradients.taps import batch_size_of, make_taps, records_of, watch
 from fdp.gradients.vjp import refuse_recomputation
 from fdp.types import Flat, Path, Tree
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from fdp.gradients.eight_bits import can_round
 from fdp.gradients.launches import direct_squared_norms, symmetric_squared_norms
 from fdp.gradients.rules import HALF, SAMPLES_PER_FLOAT32_SUM, Record, stored_squared_norm
-from fdp.gradients.taps import EXPANDED, Use
+from fdp.gradients.tape import EXPANDED, Use
 
 
 class NormBy(Enum):

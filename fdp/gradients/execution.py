@@ -15,7 +15,8 @@ from torch import Tensor
 from fdp import tree
 from fdp.gradients.attached_taps import WritesInPlace, attached_vjp, can_attach
 from fdp.gradients.plan import Plan
-from fdp.gradients.taps import Use, tapped_vjp
+from fdp.gradients.tape import Use
+from fdp.gradients.taps import tapped_vjp
 from fdp.gradients.vjp import vjp
 from fdp.model import Block
 from fdp.parallel.offload import CPU, NO_OFFLOAD, Offload

@@ -33,7 +33,8 @@ import torch
 
 from fdp import tree
 from fdp.gradients.costs import Choice, NormBy, Rates, SumBy, candidates, rates_of, second_backward
-from fdp.gradients.taps import Use, batch_size_of
+from fdp.gradients.tape import Use
+from fdp.gradients.taps import batch_size_of
 from fdp.gradients.timing import Timings, signature
 from fdp.gradients.trace_uses import check_layouts, check_no_draws, retrace_layouts, trace_uses
 from fdp.model import Model

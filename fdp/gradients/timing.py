@@ -28,7 +28,7 @@ from fdp.gradients.costs import SQUARED_NORMS, NormBy, rates_of, sizes
 from fdp.gradients.eight_bits import can_round, store_rounded
 from fdp.gradients.launches import store_gradients, weighted_parts
 from fdp.gradients.rules import OneHot, Pair, squared_norm
-from fdp.gradients.taps import EXPANDED, Use
+from fdp.gradients.tape import EXPANDED, Use
 from fdp.types import FdpError
 
 Timings: TypeAlias = Mapping[str, float]

@@ -17,7 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fdp import tree
-from fdp.gradients.taps import Tape, Use, batch_size_of, trace_tape
+from fdp.gradients.tape import Tape, Use
+from fdp.gradients.taps import batch_size_of, trace_tape
 from fdp.model import Block, Model, check_losses
 from fdp.types import FdpError, Flat, Path, Tree
 

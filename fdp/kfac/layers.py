@@ -28,7 +28,8 @@ from fdp import tree
 from fdp.gradients.costs import NormBy
 from fdp.gradients.plan import Method, Plan, make_plan
 from fdp.gradients.rules import OneHot, Pair
-from fdp.gradients.taps import EXPANDED, Tape, Use, trace_tape
+from fdp.gradients.tape import EXPANDED, Tape, Use
+from fdp.gradients.taps import trace_tape
 from fdp.gradients.trace_uses import trace_model
 from fdp.kfac.types import Layer
 from fdp.model import Block, Model

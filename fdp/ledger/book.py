@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fdp.ledger.data_key import DataKey
-from fdp.privacy.guarantee import Guarantee, guarantee_from_json, guarantee_to_json, releases_the_same
+from fdp.privacy.guarantee import Guarantee, guarantee_from_json, guarantee_to_json
+from fdp.privacy.several_runs import releases_the_same
 from fdp.storage.private_files import disk_errors, open_private
 from fdp.types import FdpError
 

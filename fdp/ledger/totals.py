@@ -17,9 +17,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import (
-    RELATION,
-    Guarantee,
+from fdp.privacy.guarantee import RELATION, Guarantee, promise_about
+from fdp.privacy.several_runs import (
     choices_sentence,
     compose,
     composition_note,
@@ -27,7 +26,6 @@ from fdp.privacy.guarantee import (
     linked_data,
     on_other_data,
     once_each,
-    promise_about,
     runs_that_share_noise,
     same_unit,
     searches_sentence,

@@ -9,6 +9,7 @@ accounting           epsilon of T steps, and the noise for a budget
 loss_distributions   the privacy loss of composed steps, on a grid
 composition          the same for every number of steps at once
 selection            epsilon of the best of a random number of runs
-guarantee            the promise in words
+guarantee            the promise of one run in words, and its marker
+several_runs         the promises of several runs on the same data
 shown_numbers        epsilon and delta as text, rounded up
 """

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from fdp.privacy.guarantee import Guarantee, compose, on_other_data, once_each, same_unit
+from fdp.privacy.guarantee import Guarantee
 from fdp.privacy.releases import Opaque, Release
+from fdp.privacy.several_runs import compose, on_other_data, once_each, same_unit
 
 
 class Chain(NamedTuple):

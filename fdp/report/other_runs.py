@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fdp.data.nouns import count
-from fdp.privacy.guarantee import (
-    Guarantee,
+from fdp.privacy.guarantee import Guarantee, promise_about
+from fdp.privacy.several_runs import (
     choices_sentence,
     compose,
     composition_note,
     count_choices,
     linked_data,
-    promise_about,
     runs_that_share_noise,
     same_data,
     same_unit,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fdp.privacy.curves import LARGEST_GROUP
 from fdp.privacy.guarantee import LARGE_EPSILON, Guarantee, delta_advice, guarantee_to_json, held_out_epsilon
-from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
+from fdp.privacy.shown_numbers import round_up, shown_epsilon
 from fdp.report.checklists import ASK_TUNING, DPFY_ML, NIST, Item, dpfy_ml, nist_sp_800_226
 from fdp.report.documents import Bullets, Document, Rows, Section
 from fdp.report.headline import headline, held_out_choice
@@ -22,6 +22,7 @@ from fdp.report.mechanism_words import describe_mechanism
 from fdp.report.other_runs import SEARCH_RUNS, THEOREM, compose_beside_search, others_section
 from fdp.report.privacy_numbers import curve_section, groups_section, privacy_numbers
 from fdp.report.run_facts import RunFacts, Status
+from fdp.report.scope import SEEDED, covered, not_covered, scope_section
 from fdp.types import FdpError
 
 DEFINITION = (
@@ -30,41 +31,6 @@ DEFINITION = (
     "changes anyone's odds that a given unit was in the data by at most a factor of exp(epsilon), whatever else they "
     "know. Smaller is stronger; delta is roughly the probability that the bound may fail."
 )
-COVERED = (
-    "the parameters of the model after every step, and everything that is computed from them without the data: "
-    "exported files, predictions, generated text, further training on other data",
-    "the settings of the run, the number of planned steps, and this statement, except for what it says of how the run "
-    "ended",
-)
-AND_EVALUATED = ", and of samples that are evaluated and trained on"
-NOT_COVERED = (
-    "losses, gradient norms, clipped fractions, counts of samples, times and plots of the run: they are computed on "
-    "the private data without noise, and are for the owner of the data only",
-    "checkpoints, which hold the key of the noise",
-    "whether a run ended before its planned steps, and when: losses on the private data may have led to it",
-    "the preparation of the data: what was left out, cut or cleaned",
-    "the checks of the model that precede the first step, whose outcome is that training starts",
-    "the time and the memory of a step, which depend on how many samples were drawn",
-    "an error of about one part in 2^30 in the distribution of the noise, which is computed in floating point",
-    "data that the first parameters were trained on before, unless it is composed in section 'Other runs'",
-)
-CHOICES = (
-    "the choice of hyper-parameters, of the model and of the moment to stop, as far as they depend on the private data"
-)
-PAID_CHOICES = (
-    "choices on the private data outside the search, whose own choice is paid for: of the settings that it tried, of "
-    "the model and of the moment to stop"
-)
-ANY_ORDER = (
-    "the rounding of attention, if the model has it: on a GPU its gradients are added in any order, so that a sample "
-    "may differ from itself by a few ten-thousandths of its gradient, or a few thousandths of one in 8 bits, whenever "
-    "it is computed (`--repeatable` adds in one order)"
-)
-SEEDED = (
-    "the noise, towards whoever knows or guesses the seed: this run was given a fixed seed, from which its noise can "
-    "be computed and subtracted. The guarantee holds only towards people who cannot guess it"
-)
-
 NUMBER_LEFT_OUT = (
     "The statement does not say which run of the search it is: the number would tell how many runs there were at "
     "least, which is not covered."
@@ -115,7 +81,7 @@ def make_statement(
         guarantee_section(facts),
         Section("Mechanism", (Bullets(describe_mechanism(facts)),)),
         _accounting_section(facts),
-        _scope_section(facts),
+        scope_section(facts),
         Section("Hyper-parameters", (tuning or f"{ASK_TUNING} Choosing them on the private data costs privacy, too.",)),
         curve_section(facts, numbers),
         groups_section(facts, numbers),
@@ -252,58 +218,6 @@ def _accounting_section(facts: RunFacts) -> Section:
     )
 
 
-def _scope_section(facts: RunFacts) -> Section:
-    evaluation = {
-        "public": "evaluations on public data cost nothing",
-        "outside": "evaluations on private data of held-out people are not covered: nothing is promised to these "
-        "people",
-        "noised": f"evaluations on held-out people were released with noise, within a budget of their own; "
-        f"{_disjoint(facts)}",
-    }
-    made = tuple(evaluation.get(cost, cost) + _evaluated_too(facts, cost) for cost in sorted(facts.evaluation_costs))
-    if (budget := facts.settings.get("eval_epsilon")) is not None:
-        most = f"epsilon {shown_epsilon(budget)} at delta {shown_delta(facts.promise.delta or 0)}"
-        made += (f"the budget of the noised evaluations is {most}",)
-    blocks = ("Covered:", Bullets(_covered(facts)), "Not covered:", Bullets(_not_covered(facts)))
-    return Section("What is covered", (*blocks, *(("Evaluation:", Bullets(made)) if made else ())))
-
-
-def _evaluated_too(facts: RunFacts, cost: str) -> str:
-    """Return what the evaluations measure, and of whom, if some of their samples are trained on; else nothing."""
-    if not facts.evaluated_too or cost == "noised":
-        return ""
-    losses = "their exact losses are released, which their epsilon does not cover, and " * (cost == "outside")
-    return f". Some of the samples are trained on too: {losses}the held-out loss is lower than on new samples"
-
-
-def _covered(facts: RunFacts) -> tuple[str, ...]:
-    *others, statement = COVERED
-    return (*others, statement + AND_EVALUATED * facts.evaluated_too)
-
-
-def _not_covered(facts: RunFacts) -> tuple[str, ...]:
-    choice = held_out_choice(facts)
-    in_any_order = facts.config.get("device") == "cuda" and not facts.settings.get("repeatable")
-    return (
-        *((SEEDED,) if facts.seeded else ()),
-        *(() if choice is None else (choice,)),
-        PAID_CHOICES if facts.search is not None and facts.search.epsilon is not None else CHOICES,
-        *NOT_COVERED,
-        *((ANY_ORDER,) if in_any_order else ()),
-    )
-
-
-def _disjoint(facts: RunFacts) -> str:
-    """Return what is known of units that are trained on and held out."""
-    if facts.promise.unit.startswith("one user"):
-        return "no held-out user was trained on"
-    if facts.settings.get("eval_data") is not None:
-        return (
-            "that no held-out unit was trained on is for the author to confirm; a person may have units on both sides"
-        )
-    return "no held-out unit was trained on, but a person with several units may have some on both sides"
-
-
 def _others_section(facts: RunFacts, totals: dict[str, Any]) -> Section:
     """Return the section on other runs, without the number of the runs of a search, which is not covered."""
     found = others_section(totals)
@@ -342,8 +256,8 @@ def _as_json(facts: RunFacts, numbers: dict[str, Any], totals: dict[str, Any], t
             "optimizer": settings["optimizer"],
             "words": list(describe_mechanism(facts)),
         },
-        "covered": list(_covered(facts)),
-        "not_covered": list(_not_covered(facts)),
+        "covered": list(covered(facts)),
+        "not_covered": list(not_covered(facts)),
         "tuning": tuning,
         **numbers,
         "other_runs": totals | {"theorem": THEOREM},

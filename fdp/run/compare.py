@@ -34,7 +34,8 @@ from fdp.parallel.dtensors import as_dtensor, full_tensor, localize
 from fdp.parallel.gather_reduce import gather_samples
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.microbatches import split_microbatches
-from fdp.run.training_run import Run, draw_batch, refresh_curvature
+from fdp.run.prepare_run import Run
+from fdp.run.training_run import draw_batch, refresh_curvature
 from fdp.stages import Stages
 from fdp.step import join_observed
 from fdp.types import Batch, ClippedSum, FdpError, Flat, TrainState

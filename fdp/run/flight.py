@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,11 +17,9 @@ from fdp import tree
 from fdp.gradients.plan import Method
 from fdp.parallel import collectives
 from fdp.run.overlap import Arrival, send_to_host
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import StepRecord, make_step_record, step_numbers
 from fdp.types import FdpError, Metrics, Norms, TrainState
-
-if TYPE_CHECKING:
-    from fdp.run.training_run import Run
 
 
 class NotFinite(FdpError):

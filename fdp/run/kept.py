@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fdp import tree
 from fdp.run.averaging import copy_leaves, replace_leaves, start_average, update_average
+from fdp.run.prepare_run import Run
 from fdp.run.step_metrics import Evaluation
-from fdp.run.training_run import Run
 from fdp.types import Flat, TrainState, Tree
 
 

@@ -33,8 +33,9 @@ from fdp.model import Model
 from fdp.parallel.dtensors import shard_leaf
 from fdp.parallel.sharding import Sharding
 from fdp.privacy.microbatches import Dataset
+from fdp.run.collated_samples import CollatedSamples
 from fdp.run.labelled_batches import LabelledBatches, is_transformers, labelled_batches
-from fdp.run.own_samples import CollatedSamples, spread_indices
+from fdp.run.own_samples import spread_indices
 from fdp.run.sample_losses import Loss, sample_losses, takes_module
 from fdp.types import FdpError, Key, Tree
 

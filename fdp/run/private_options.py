@@ -27,8 +27,9 @@ from fdp.privacy.clipping import ClipStyle
 from fdp.privacy.guarantee import default_delta, delta_advice
 from fdp.privacy.microbatches import Dataset, one_microbatch
 from fdp.privacy.sampling import rounded_population
+from fdp.run.collated_samples import Collate
 from fdp.run.module_model import Subject, make_subject
-from fdp.run.own_samples import Collate, as_samples
+from fdp.run.own_samples import as_samples
 from fdp.run.run_config import Layout, RunConfig
 from fdp.run.sample_losses import Loss
 from fdp.run.save_module import earlier_guarantees

@@ -32,11 +32,14 @@ from fdp.model import Model
 from fdp.parallel.agree import group_size
 from fdp.parallel.dtensors import full_tensor
 from fdp.privacy.clipping import ClipStyle
-from fdp.privacy.guarantee import Guarantee, training_again
+from fdp.privacy.guarantee import Guarantee
+from fdp.privacy.several_runs import training_again
 from fdp.privacy.shown_numbers import round_up, shown_delta, shown_epsilon
+from fdp.run.collated_samples import Collate
 from fdp.run.module_model import Scores, Subject
 from fdp.run.other_arguments import explain_arguments
-from fdp.run.own_samples import Collate, as_samples
+from fdp.run.own_samples import as_samples
+from fdp.run.prepare_run import Run, prepare
 from fdp.run.private_options import PrivateOptions, configure
 from fdp.run.run_checkpoint import load_checkpoint, save_checkpoint
 from fdp.run.run_config import RunConfig
@@ -45,7 +48,7 @@ from fdp.run.save_module import save_module, save_params
 from fdp.run.spent import spent
 from fdp.run.step_metrics import Evaluation, StepRecord, guarantee_of
 from fdp.run.trained_runs import TrainedRun
-from fdp.run.training_run import Run, prepare, steps
+from fdp.run.training_run import steps
 from fdp.types import Key, TrainState, Tree
 
 Callback: TypeAlias = Callable[["PrivateRun", StepRecord], Any]

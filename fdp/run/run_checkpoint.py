@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from fdp.run.prepare_run import Run, prepare
 from fdp.run.same_noise import check_same_rounding, earlier_noise, noise_record
-from fdp.run.training_run import Run, prepare
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import read_record
 from fdp.types import FdpError, TrainState

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fdp.run.training_run import NEW_RUN, EarlierNoise, Run, extra_noise
+from fdp.run.prepare_run import NEW_RUN, EarlierNoise, Run, extra_noise
 from fdp.types import FdpError
 
 ROUNDING = 1e-12

@@ -19,7 +19,8 @@ from safetensors.torch import save_model
 from torch import nn
 
 from fdp.parallel.agree import rank_in, run_in_unison
-from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, once_each, read_marker
+from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, read_marker
+from fdp.privacy.several_runs import once_each
 from fdp.run.labelled_batches import is_transformers
 from fdp.run.trained_runs import promises_about
 from fdp.storage.private_files import disk_errors

@@ -31,12 +31,13 @@ from fdp.kfac.private.curvature_sources import describe_feed
 from fdp.kfac.state import find_kfac_state
 from fdp.parallel.dtensors import full_tensor, localize
 from fdp.parallel.sharded_norms import sharded_global_norm
-from fdp.privacy.guarantee import RELATION, Guarantee, compose, guarantee_to_json, training_again
+from fdp.privacy.guarantee import RELATION, Guarantee, guarantee_to_json
 from fdp.privacy.releases import releases_of
+from fdp.privacy.several_runs import compose, training_again
 from fdp.types import Metrics, TrainState, Tree
 
 if TYPE_CHECKING:
-    from fdp.run.training_run import Run
+    from fdp.run.prepare_run import Run
 
 
 class Evaluation(NamedTuple):

@@ -13,8 +13,8 @@ from fdp.advice.hints import FIRST_STEP_SHARE, Diverged, clipping_hint, follow_h
 from fdp.cli.configure import configure
 from fdp.privacy.guarantee import RELATION, Guarantee
 from fdp.privacy.shown_numbers import round_up
+from fdp.run.prepare_run import Run, prepare
 from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import Run, prepare
 from tests.cli.train_runs import last_json, small_options, train
 
 

@@ -14,7 +14,7 @@ from fdp.cli import display, progress
 from fdp.cli.configure import configure
 from fdp.cli.covered_files import describe_covered, describe_not_covered
 from fdp.privacy.guarantee import RELATION
-from fdp.run import training_run as runs
+from fdp.run import prepare_run, training_run
 from fdp.run.equal_sizes import RoundingWarning
 from fdp.run.step_metrics import StepRecord
 from tests.cli.train_runs import call, small_options, train
@@ -59,13 +59,13 @@ def test_the_result_repeats_in_one_line_that_a_given_seed_makes_the_noise_guessa
 def test_a_warning_of_the_run_is_a_plain_paragraph(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = runs.usable_sizes
+    real = prepare_run.usable_sizes
 
     def warn(*args: Any, **options: Any) -> tuple[int, ...]:
         warnings.warn("of two sizes one is used", RoundingWarning, stacklevel=2)
         return real(*args, **options)
 
-    monkeypatch.setattr(runs, "usable_sizes", warn)
+    monkeypatch.setattr(prepare_run, "usable_sizes", warn)
     assert train(tmp_path / "run", steps=2) == 0
     found = capsys.readouterr()
     assert "of two sizes one is used" in found.out.splitlines()
@@ -80,10 +80,10 @@ def test_the_epsilon_shown_is_never_below_the_one_spent() -> None:
 
 
 def test_a_terminal_gets_a_line_that_is_redrawn() -> None:
-    run, state = runs.prepare(configure(small_options()))
+    run, state = prepare_run.prepare(configure(small_options()))
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, height=30)
-    seen = list(progress.follow(runs.steps(run, state), run, console))
+    seen = list(progress.follow(training_run.steps(run, state), run, console))
     assert [record.step for _, record in seen] == [1, 2, 3, 4]
     text = screen.getvalue()
     assert "\x1b[" in text

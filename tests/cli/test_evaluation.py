@@ -23,9 +23,9 @@ from fdp.models import logits
 from fdp.run import evaluation
 from fdp.run.evaluation import evaluate, make_evaluator
 from fdp.run.evaluation_config import planned_steps
+from fdp.run.prepare_run import prepare
 from fdp.run.run_folder import read_run_folder
 from fdp.run.step_metrics import StepRecord
-from fdp.run.training_run import prepare
 from fdp.storage import checkpoint
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError

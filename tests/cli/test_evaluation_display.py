@@ -11,8 +11,8 @@ from fdp.cli.evaluation_display import Noise, header_words, result_words
 from fdp.run.evaluation import make_evaluator
 from fdp.run.evaluation_config import planned_steps
 from fdp.run.noised_evaluation import evaluation_noise
+from fdp.run.prepare_run import prepare
 from fdp.run.step_metrics import Evaluation
-from fdp.run.training_run import prepare
 from tests.cli.train_runs import small_options
 
 

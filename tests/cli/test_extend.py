@@ -18,10 +18,12 @@ from fdp.cli.model_and_data import export_model
 from fdp.cli.options import build
 from fdp.cli.train_options import TrainOptions
 from fdp.optimizers.transforms import ScheduleState
-from fdp.privacy.guarantee import compose, read_marker, shown_epsilon
+from fdp.privacy.guarantee import read_marker
 from fdp.privacy.releases import composed_epsilon
 from fdp.privacy.sampling import sample
-from fdp.run.training_run import prepare
+from fdp.privacy.several_runs import compose
+from fdp.privacy.shown_numbers import shown_epsilon
+from fdp.run.prepare_run import prepare
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, train

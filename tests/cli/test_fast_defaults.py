@@ -13,7 +13,7 @@ from fdp.cli.fast_defaults import choose_microbatch, has_smaller_microbatches, r
 from fdp.cli.options import build
 from fdp.cli.train_options import ComputeOptions, TrainOptions
 from fdp.fast.compile_modes import Compile
-from fdp.run.training_run import prepare
+from fdp.run.prepare_run import prepare
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, small_options, train
 

@@ -36,8 +36,9 @@ from fdp.privacy.mechanism import Mechanism, statistics
 from fdp.privacy.sampling import poisson
 from fdp.run import flight
 from fdp.run import training_run as runs
+from fdp.run.prepare_run import prepare
 from fdp.run.run_config import RunConfig
-from fdp.run.training_run import draw_batch, prepare, refresh_curvature
+from fdp.run.training_run import draw_batch, refresh_curvature
 from fdp.storage.checkpoint_record import Verified
 from fdp.types import FdpError
 

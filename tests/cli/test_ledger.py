@@ -13,9 +13,10 @@ from fdp.cli import session
 from fdp.cli.ledger import shorten_path
 from fdp.ledger.book import Book
 from fdp.ledger.data_key import load_key
-from fdp.privacy.guarantee import compose, read_marker
+from fdp.privacy.guarantee import read_marker
+from fdp.privacy.several_runs import compose
 from fdp.privacy.shown_numbers import shown_epsilon
-from fdp.run import training_run
+from fdp.run import prepare_run, training_run
 from fdp.types import FdpError
 from tests.cli.train_runs import call, interrupt_after, last_json, train
 
@@ -134,7 +135,7 @@ def test_a_seeded_run_that_starts_again_with_other_data_or_noise_is_a_run_of_its
     if changed == "data":
         write_notes("other", 40)
     if changed == "noise":  # as if the model's folder held other first parameters now
-        monkeypatch.setattr(training_run, "fingerprint", lambda *_: "other settings")
+        monkeypatch.setattr(prepare_run, "fingerprint", lambda *_: "other settings")
     assert call("train", *shlex.split(words)) == 0
     *earlier, last = ledger_runs()
     assert [entry.how for entry in earlier] == ([] if changed == "nothing" else ["failed"])

@@ -12,9 +12,11 @@ import pytest
 
 from fdp.cli import search_runs
 from fdp.cli.ledger_totals import find_searches, total_in_words, total_of
+from fdp.cli.search_promise import Price
 from fdp.ledger.book import Entry
-from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, compose, marker_text
+from fdp.privacy.guarantee import MARKER, RELATION, Guarantee, marker_text
 from fdp.privacy.releases import GRADIENTS, Release, composed_epsilon
+from fdp.privacy.several_runs import compose
 from fdp.privacy.shown_numbers import shown_epsilon
 from tests.cli.test_search import PUBLIC, SMALL, draw_three, interrupt_while
 from tests.cli.train_runs import call, last_json, train
@@ -125,7 +127,7 @@ def test_the_ledger_states_the_total_of_the_statement_of_the_chosen_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_three(monkeypatch)
-    monkeypatch.setattr(search_runs, "find_price", lambda *given: search_runs.Price(1.0, 40.0, DELTA))
+    monkeypatch.setattr(search_runs, "find_price", lambda *given: Price(1.0, 40.0, DELTA))
     out = tmp_path / "sweep"
     assert train(tmp_path / "before") == 0
     assert call(*SMALL, *PUBLIC, "--out", str(out)) == 0
@@ -157,7 +159,7 @@ def test_the_ledger_states_no_total_for_a_search_that_was_interrupted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw_three(monkeypatch)
-    monkeypatch.setattr(search_runs, "find_price", lambda *given: search_runs.Price(1.0, 40.0, DELTA))
+    monkeypatch.setattr(search_runs, "find_price", lambda *given: Price(1.0, 40.0, DELTA))
     interrupt_while(2, training=True, monkeypatch=monkeypatch)
     assert call(*SMALL, *PUBLIC, "--out", str(tmp_path / "sweep")) == 130
     capsys.readouterr()

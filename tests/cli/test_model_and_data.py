@@ -19,7 +19,7 @@ from fdp.cli.main import main
 from fdp.fingerprint import fingerprint
 from fdp.privacy.guarantee import MARKER
 from fdp.privacy.shown_numbers import shown_epsilon
-from fdp.run.training_run import prepare
+from fdp.run.prepare_run import prepare
 from tests.cli.train_runs import small_options
 
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from fdp.privacy import accounting, clipping
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.shown_numbers import shown_epsilon
-from fdp.run import training_run as runs
+from fdp.run.prepare_run import prepare
 from fdp.storage.checkpoint_record import Verified
 from fdp.types import FdpError
 from tests.cli.train_runs import FILES, interrupt_after, last_json, small_options, train
@@ -120,7 +120,7 @@ def test_a_run_that_saved_nothing_starts_again_with_its_present_settings(
 
 
 def test_noise_drawn_for_other_data_is_not_used_again() -> None:
-    run, state = runs.prepare(configure(small_options()))
+    run, state = prepare(configure(small_options()))
     meta = resume.checkpoint_meta(run, to_dict(small_options()), state)
     resume.check_same_run(resume.ResumedRun(Verified(Path("run"), {"meta": meta}), run.root), run)
     for field, other in (("data", "0" * 64), ("samples", 3)):
@@ -143,7 +143,7 @@ def test_noise_drawn_for_other_data_is_not_used_again() -> None:
     ],
 )
 def test_a_checkpoint_of_another_mechanism_is_refused(field: str, other: object, message: str) -> None:
-    run, state = runs.prepare(configure(small_options()))
+    run, state = prepare(configure(small_options()))
     state = state._replace(step=state.step + 2)
     meta = resume.checkpoint_meta(run, to_dict(small_options()), state)
     changed = meta | {"accountant": meta["accountant"] | {field: other}}

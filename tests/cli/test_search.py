@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from fdp.cli import search_runs, session
-from fdp.cli.search_options import SearchOptions
-from fdp.cli.search_runs import Price
 from fdp.privacy import accounting
 from fdp.privacy.clipping import flat
-from fdp.privacy.guarantee import shown_epsilon
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson
 from fdp.privacy.selection import POISSON, Repetitions, selection_epsilon
+from fdp.privacy.shown_numbers import shown_epsilon
 from tests.cli.train_runs import call, interrupt_after, last_json
 
 SMALL = shlex.split(
@@ -65,23 +63,7 @@ def test_the_best_run_is_exported_with_the_epsilon_of_the_search(
         assert ("not the run that was chosen" in said) != chosen
 
 
-def test_the_noise_of_a_search_is_rounded_up() -> None:
-    """Copied into another command, a number rounded down would spend more than the budget."""
-    search = SearchOptions(out=Path("out"), trials=2.0)
-    best = {"settings": {"lr": 0.1}, "score": 1.0, "folder": "out/trial-1"}
-    said = " ".join(search_runs.statement(Price(1.78518, 4.0, 1e-6), search, {"eval_public": True}, best, 1))
-    assert "noise multiplier 1.786 in every run" in said
-
-
 WILD = shlex.split("--lr 1e6,1e7 --optimizer sgd --schedule constant --steps 12 --max-norm 1 --clip flat")
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-def test_a_private_search_names_a_fixed_seed(seed: int | None) -> None:
-    search = SearchOptions(out=Path("out"), trials=2.0, seed=seed)
-    best = {"settings": {"lr": 0.1}, "score": 1.0, "folder": "out/trial-1"}
-    said = " ".join(search_runs.statement(Price(1.0, 4.0, 1e-6), search, {"eval_public": True}, best, 1))
-    assert ("whoever guesses --seed" in said) == (seed is not None)
 
 
 @pytest.mark.long
@@ -246,11 +228,3 @@ def test_the_folder_of_a_search_leads_to_its_chosen_run(
     moved = out.rename(tmp_path / "moved")
     assert call("generate", str(moved), "--prompt", "a") == 2
     assert f"{moved / Path(best).name}: expected a language model" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(("count", "words"), [(1, "the only run: --lr 0.01"), (3, "best of 3 runs: --lr 0.01")])
-def test_the_result_says_among_how_many_runs_was_chosen(count: int, words: str) -> None:
-    best = {"settings": {"lr": 0.01}, "score": 5.0, "folder": "s/trial-1"}
-    shared = {"eval_fraction": 0.1, "eval_public": False}
-    said = search_runs.statement(Price(1.0, 2.0, 1e-6), SearchOptions(), shared, best, count)
-    assert said[0].startswith(words)

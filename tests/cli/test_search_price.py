@@ -16,6 +16,7 @@ import torch
 from fdp.cli import search_runs, session
 from fdp.cli.extend import find_extended
 from fdp.cli.model_and_data import earlier_guarantees, export_model
+from fdp.cli.search_promise import Price
 from fdp.cli.train_options import ModelOptions
 from fdp.foreign.hub import hugging_face
 from fdp.ledger.book import Book
@@ -32,7 +33,7 @@ from tests.cli.test_search import PUBLIC, SMALL, draw_three
 from tests.cli.train_runs import call, interrupt_after, last_json, train
 from tests.conftest import coarse_groups
 
-PRICE = search_runs.Price(noise_multiplier=1.0, epsilon=40.0, delta=1e-6)
+PRICE = Price(noise_multiplier=1.0, epsilon=40.0, delta=1e-6)
 ONE_RUN = Guarantee(2.5, 1e-6, RELATION, "one record", (), 3, "run1", ("k-a",), accountant="PLD")
 
 

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from fdp.cli import progress
-from fdp.run import training_run
+from fdp.run import prepare_run
 from tests.cli.train_runs import train
 
 
 def test_a_dry_run_in_a_log_says_what_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = training_run.check_model
+    real = prepare_run.check_model
 
     def slow(*args: object, **options: object) -> None:
         time.sleep(0.5)
         real(*args, **options)  # pyright: ignore
 
     monkeypatch.setattr(progress, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(training_run, "check_model", slow)
+    monkeypatch.setattr(prepare_run, "check_model", slow)
     assert train(tmp_path / "run", "--dry-run") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (

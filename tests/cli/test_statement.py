@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fdp.privacy.guarantee import compose, key_names, read_marker
+from fdp.privacy.guarantee import read_marker
+from fdp.privacy.several_runs import compose, key_names
 from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.privacy_numbers import rounded_up
 from tests.cli.train_runs import call, train

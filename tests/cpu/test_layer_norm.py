@@ -12,7 +12,7 @@ from fdp import ops
 from fdp.cpu import layer_norm as layer_norm_file
 from fdp.cpu.layer_norm import layer_norm, pull_back_reference
 from fdp.cpu.promise import differentiated_once
-from fdp.gradients.taps import Tape, Watched
+from fdp.gradients.tape import Tape, Watched
 from fdp.gradients.vjp import vjp
 from fdp.types import FdpError
 from tests.cpu.functions import NoGradient

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdp.data import array_store, corpus, datasets, documents, text
+from fdp.data import array_store, corpus, datasets, documents, text, windows
 from fdp.data.array_store import ArrayWriter, join_arrays, narrowest_dtype
 from fdp.data.digest import data_digest
 from fdp.types import FdpError
@@ -86,7 +86,8 @@ def test_data_several_times_larger_than_memory_is_read_and_fetched_in_it(
     monkeypatch.setattr(array_store, "IN_MEMORY_BYTES", 1 << 18)
     monkeypatch.setattr(array_store, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(documents, "CHUNK_TOKENS", 1 << 15)
-    monkeypatch.setattr(datasets, "CHUNK_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(datasets, "CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr(windows, "CHUNK_TOKENS", 1 << 15)
     monkeypatch.setenv("FDP_CACHE", str(tmp_path))
     tracemalloc.start()
     dataset = WAYS[way](large)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fdp import keys
 from fdp.data import corpus, datasets
-from fdp.data.datasets import Examples
 from fdp.data.digest import FETCHED_BYTES, ArrayBacked, data_digest
 from fdp.data.document_packing import PackUnit, pack
 from fdp.data.documents import Documents, Records, records
+from fdp.data.images import Examples
 from fdp.data.users import Users, by_user
+from fdp.data.windows import Windows, windows
 from tests.data.test_document_packing import documents_of
 from tests.data.test_text import write
 
@@ -37,16 +38,16 @@ class Rows:
         return {"x": self.x[torch.as_tensor(indices)]}
 
 
-def windows(tokens: np.ndarray, context: int = 128) -> datasets.Windows:
-    return datasets.windows(tokens, context=context, vocab_size=256, where="here")
+def make_windows(tokens: np.ndarray, context: int = 128) -> Windows:
+    return windows(tokens, context=context, vocab_size=256, where="here")
 
 
 @pytest.mark.parametrize("place", [0, 129 * 1001, 24_500_000, 48_999_875])
 def test_one_changed_token_in_49_megabytes_is_noticed(place: int) -> None:
     tokens = np.zeros(49_000_000, dtype=np.uint8)
-    before = data_digest(windows(tokens))
+    before = data_digest(make_windows(tokens))
     tokens[place] = 7
-    assert data_digest(windows(tokens)) != before
+    assert data_digest(make_windows(tokens)) != before
 
 
 @given(size=st.integers(1, 40), place=st.integers(0, 39), change=st.integers(1, 255))
@@ -73,11 +74,18 @@ def test_every_sample_of_many_is_fetched_once() -> None:
 
 def test_size_context_and_order_count_and_the_type_of_tokens_does_not() -> None:
     tokens = np.arange(120, dtype=np.uint8)
-    same = [windows(tokens.astype(dtype), 3) for dtype in ("u1", "<u2", ">u2", "i4", "i8", ">i8")]
+    same = [make_windows(tokens.astype(dtype), 3) for dtype in ("u1", "<u2", ">u2", "i4", "i8", ">i8")]
     assert len({data_digest(each) for each in same}) == 1
-    other = [windows(tokens, 4), windows(tokens[::-1].copy(), 3), windows(tokens[:116], 3), windows(tokens + 130, 3)]
+    other = [
+        make_windows(tokens, 4),
+        make_windows(tokens[::-1].copy(), 3),
+        make_windows(tokens[:116], 3),
+        make_windows(tokens + 130, 3),
+    ]
     assert len({data_digest(each) for each in (same[0], *other)}) == 5
-    assert data_digest(windows(tokens[:118], 3)) == data_digest(windows(tokens[:116], 3)), "a tail is in no sample"
+    assert data_digest(make_windows(tokens[:118], 3)) == data_digest(make_windows(tokens[:116], 3)), (
+        "a tail is in no sample"
+    )
 
 
 def dataset_of(kind: str, documents: Documents) -> Records | Users:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from fdp.data.read_counts import read_counts_of
 from fdp.data.record_fields import owner_of, record_form, text_field
 from fdp.data.record_files import read_records
 from fdp.data.units import UnitKind
+from fdp.data.windows import Windows
 from fdp.types import FdpError
 from tests.data.test_text import write
 
@@ -132,7 +132,7 @@ def test_json_lines_are_read_under_any_extension(name: str, tmp_path: Path) -> N
     path = write(tmp_path / name, {"text": "one"}, {"text": "two"})
     assert rows(path) == [b"one", b"two"]
     dataset = datasets.load(path, context=2)
-    assert isinstance(dataset, datasets.Windows)
+    assert isinstance(dataset, Windows)
     assert dataset.tokens[:].tobytes() == b"one\ntwo"
 
 
@@ -181,7 +181,7 @@ def test_a_folder_of_shards_is_read_record_by_record_in_the_order_of_paths(tmp_p
     assert corpus.read(tmp_path, text.BYTES)[1] is UnitKind.RECORD
     assert len(corpus.load(tmp_path, context=2, vocab_size=256, **BY_USER)) == 3
     dataset = datasets.load(tmp_path, context=2)
-    assert isinstance(dataset, datasets.Windows)
+    assert isinstance(dataset, Windows)
     assert dataset.tokens[:].tobytes() == b"1\n2\n33\n5\n4"
     write(tmp_path / "sub" / "e.jsonl", {"body": "6"})
     with pytest.raises(FdpError, match=r"sub/e.jsonl, line 1: expected text in field 'text'"):
@@ -235,7 +235,7 @@ def test_a_folder_of_several_kinds_is_refused_unless_every_file_is_a_text(
         datasets.load(tmp_path, context=2)
     assert rows(tmp_path, form=RecordForm.FILE) == [b"one", b"two"]
     dataset = datasets.load(tmp_path, context=2, form=RecordForm.FILE)
-    assert isinstance(dataset, datasets.Windows)
+    assert isinstance(dataset, Windows)
     assert dataset.tokens[:].tobytes() == b"one\ntwo"
 
 
@@ -262,24 +262,6 @@ def test_a_single_file_that_is_refused_cannot_be_moved_out_of_a_folder(tmp_path:
         rows(tmp_path / "a.pdf")
 
 
-@pytest.mark.parametrize(
-    ("name", "encoding", "advice"),
-    [
-        ("a.csv", "latin-1", "in Excel save it as CSV UTF-8, or iconv -f latin1 -t utf-8 OLD > NEW, if it is Latin-1"),
-        ("a.csv", "utf-16", "in Excel save it as CSV UTF-8, or iconv -f utf-16 -t utf-8 OLD > NEW"),
-        ("a.txt", "latin-1", "convert the file.*iconv -f latin1 -t utf-8 OLD > NEW, if it is Latin-1"),
-        ("a.txt", "utf-16", "convert the file.*iconv -f utf-16 -t utf-8 OLD > NEW"),
-    ],
-)
-def test_a_file_in_another_encoding_is_refused_with_how_to_convert_it(
-    name: str, encoding: str, advice: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes("text\nÄpfel\n".encode(encoding))
-    for read in (rows, partial(datasets.load, context=2)):
-        with pytest.raises(FdpError, match=advice):
-            read(tmp_path / name)
-
-
 def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:
     """Also as windows of bytes, where the same text would be in two samples."""
     folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
@@ -294,7 +276,7 @@ def test_a_file_with_several_links_is_read_once(tmp_path: Path) -> None:
     (folder / "circle").symlink_to(folder)
     for tokenizer in (None, text.BYTES):
         dataset = datasets.load(folder, context=2, tokenizer=tokenizer)
-        assert isinstance(dataset, datasets.Windows)
+        assert isinstance(dataset, Windows)
         assert dataset.tokens[:].astype(np.uint8).tobytes() == b"abcdef\nghi"
     assert rows(folder) == [b"abcdef", b"ghi"]
     assert find_source(folder).links == 3

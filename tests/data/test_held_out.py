@@ -17,8 +17,10 @@ from fdp.data.digest import data_digest
 from fdp.data.document_packing import PackUnit
 from fdp.data.documents import join_documents, records, split_rows
 from fdp.data.held_out import split_held_out
+from fdp.data.images import examples
 from fdp.data.units import dataset_unit
 from fdp.data.users import by_user
+from fdp.data.windows import windows
 from fdp.privacy.microbatches import Dataset
 from fdp.types import FdpError
 from tests.data.test_text import write
@@ -49,12 +51,12 @@ def make_records(rows: list[list[int]], context: int = 3) -> Dataset:
 
 
 def make_windows(rows: list[list[int]]) -> Dataset:
-    return datasets.windows(np.array([[*row, 0, 0, 0, 0, 0, 0][:4] for row in rows]).ravel(), context=3, **WINDOWS)
+    return windows(np.array([[*row, 0, 0, 0, 0, 0, 0][:4] for row in rows]).ravel(), context=3, **WINDOWS)
 
 
 def make_images(rows: list[list[int]]) -> Dataset:
     image = torch.tensor([[*row, 0, 0, 0, 0, 0, 0][:4] for row in rows]).float()
-    return datasets.examples(image, torch.tensor([row[0] for row in rows]), where="here")
+    return examples(image, torch.tensor([row[0] for row in rows]), where="here")
 
 
 def make_plain(rows: list[list[int]]) -> Dataset:

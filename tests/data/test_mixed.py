@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fdp import keys, tree
-from fdp.data import corpus, datasets
+from fdp.data import corpus
 from fdp.data.digest import data_digest
 from fdp.data.document_packing import PackUnit
 from fdp.data.held_out import split_held_out
 from fdp.data.mixed import Mixed
+from fdp.data.windows import windows
 from fdp.privacy.microbatches import Dataset
 from fdp.types import FdpError
 from tests.data.test_text import write
@@ -71,7 +72,7 @@ def test_samples_are_fetched_in_the_order_asked_for(tmp_path: Path) -> None:
 def test_unit_counts_and_digest_tell_both_sides(tmp_path: Path) -> None:
     private, public = (
         load(tmp_path / "a.jsonl", [("a", "xyxyxy")], "record"),
-        datasets.windows(np.arange(8), context=3, vocab_size=256, where="here"),
+        windows(np.arange(8), context=3, vocab_size=256, where="here"),
     )
     with pytest.raises(FdpError, match=r"public data: expected samples like the private ones, .* read both alike"):
         Mixed(private, public)

@@ -25,6 +25,7 @@ from fdp.data.read_counts import read_counts_of
 from fdp.data.record_files import read_records
 from fdp.data.table_records import find_separator, read_table
 from fdp.data.user_fields import user_fields
+from fdp.data.windows import Windows
 from fdp.types import FdpError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -143,7 +144,7 @@ def test_zipped_texts_are_unpacked(tmp_path: Path) -> None:
     assert [bytes(documents.row(i).tolist()) for i in range(2)] == [b"one two", b"three"]
     for path, found in ((tmp_path, b"one two\nthree"), (tmp_path / "a.txt.gz", b"one two")):
         dataset = datasets.load(path, context=2)
-        assert isinstance(dataset, datasets.Windows)
+        assert isinstance(dataset, Windows)
         assert dataset.tokens[:].tobytes() == found
 
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from fdp import keys
 from fdp.data import repeated
-from fdp.data.datasets import Examples
 from fdp.data.digest import FETCHED_BYTES, data_digest
 from fdp.data.documents import Documents, join_documents, records
 from fdp.data.held_out import Subset
+from fdp.data.images import Examples
 from fdp.data.mixed import Mixed
 from fdp.data.repeated import NO_REPEATS, Repeats, digest_and_repeats
 from fdp.data.units import UnitKind
 from fdp.data.users import by_record, by_user
 from fdp.run.own_samples import TensorSamples
-from tests.data.test_digest import Rows, windows
+from tests.data.test_digest import Rows, make_windows
 
 DISTINCT = torch.arange(12, dtype=torch.float32).reshape(6, 2)
 
@@ -94,7 +94,7 @@ def test_windows_mapped_files_and_very_many_samples_are_left_out(
     def no_fetch(*_: Any) -> None:
         raise AssertionError("fetched")
 
-    stream = windows(np.zeros(129 * 40, dtype=np.uint8))
+    stream = make_windows(np.zeros(129 * 40, dtype=np.uint8))
     for of in (stream, Subset(stream, np.arange(30))):
         assert digest_and_repeats(of)[1] == NO_REPEATS
     documents = documents_of([3, 1], [3, 1])

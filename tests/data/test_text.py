@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fdp import keys
 from fdp.data import corpus, datasets, text
 from fdp.data.documents import Documents, join_documents, pad_rows, records, split_rows
+from fdp.data.windows import Windows
 from fdp.types import FdpError
 
 TEXTS = ["one two three", "two two", "three one one two"]
@@ -64,7 +65,7 @@ def test_token_windows_have_an_end_of_text_between_records(folder: Path, tmp_pat
     tokenizer = text.load_tokenizer(folder)
     path = write(tmp_path / "notes.jsonl", *({"body": body} for body in TEXTS))
     dataset = datasets.load(path, context=2, field="body", vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
-    assert isinstance(dataset, datasets.Windows)
+    assert isinstance(dataset, Windows)
     expected = [*tokenizer.encode(TEXTS[0]), 1, *tokenizer.encode(TEXTS[1]), 1, *tokenizer.encode(TEXTS[2])]
     assert dataset.tokens[:].tolist() == expected
     assert dataset.unit.one == "one window of 3 tokens"
@@ -80,8 +81,8 @@ def test_token_windows_have_an_end_of_text_between_records(folder: Path, tmp_pat
 def test_the_byte_tokenizer_gives_the_bytes_of_the_text(tmp_path: Path) -> None:
     path = write(tmp_path / "notes.jsonl", {"text": "oné"}, {"text": "two"})
     with_it, without = (datasets.load(path, context=2, tokenizer=chosen) for chosen in (text.BYTES, None))
-    assert isinstance(with_it, datasets.Windows)
-    assert isinstance(without, datasets.Windows)
+    assert isinstance(with_it, Windows)
+    assert isinstance(without, Windows)
     assert with_it.tokens[:].tolist() == without.tokens[:].tolist()
     assert with_it.unit.one == without.unit.one == "one window of 3 bytes"
 

@@ -15,6 +15,7 @@ from fdp.data.digest import data_digest
 from fdp.data.files import find_token_files
 from fdp.data.held_out import split_held_out
 from fdp.data.token_files import Shards, read_tokens
+from fdp.data.windows import Windows
 from fdp.types import FdpError
 from tests.cli.train_runs import call
 
@@ -33,7 +34,7 @@ def test_a_folder_of_shards_is_the_file_of_all_of_them(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", TOKENS)
     one = datasets.load(tmp_path / "one.npy", context=16)
     several = datasets.load(write_shards(tmp_path / "shards"), context=16)
-    assert isinstance(several, datasets.Windows)
+    assert isinstance(several, Windows)
     assert isinstance(several.tokens, Shards)
     which = np.array([0, 17, 5, 116, 17])  # window 17 begins in one file and ends in another
     assert torch.equal(one.fetch(which)["tokens"], several.fetch(which)["tokens"])

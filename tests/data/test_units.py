@@ -11,11 +11,12 @@ import torch
 
 from fdp import keys
 from fdp.data import corpus
-from fdp.data.datasets import Examples, windows
 from fdp.data.document_packing import PackUnit
 from fdp.data.documents import Long, join_documents, records
+from fdp.data.images import Examples
 from fdp.data.units import PrivacyUnit, UnitKind, dataset_unit, named_by, privacy_unit, sentence, statement
 from fdp.data.users import by_user
+from fdp.data.windows import windows
 from tests.data.test_text import write
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()

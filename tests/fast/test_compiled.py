@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fdp.fast.compiled
-import fdp.gradients.taps
+import fdp.gradients.tape
 import fdp.step
 from fdp import keys, ops, tree
 from fdp.fast.compile_modes import Compile, make_execution
@@ -211,7 +211,7 @@ def lost(y, *_):
 
 @pytest.mark.parametrize("which", ["attach", "attach_bias"])
 def test_a_backward_that_gets_lost_is_an_error_and_never_a_norm_of_zero(which, monkeypatch):
-    monkeypatch.setattr(fdp.gradients.taps, which, lost)
+    monkeypatch.setattr(fdp.gradients.tape, which, lost)
     case, blocks = case_named("mlp"), EAGER()
     plan = make_plan(*case, method=Method.GHOST_BK, dtype=torch.float64)
     with pytest.raises(FdpError, match="depends on every tap"):

@@ -25,7 +25,8 @@ from fdp.gradients.execution import Execution
 from fdp.gradients.per_sample import per_sample_norms
 from fdp.gradients.plan import Method, make_plan
 from fdp.gradients.rules import Dense, Pair, Rule, check_rule, per_sample_gradient, rows
-from fdp.gradients.taps import Use, tapped_vjp, trace
+from fdp.gradients.tape import Use
+from fdp.gradients.taps import tapped_vjp, trace
 from fdp.model import Block
 from fdp.types import FdpError
 from tests.foreign_cases import Foreign, Probe, assert_exact, ids, probe, randn

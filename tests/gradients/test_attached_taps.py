@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fdp.gradients.taps
+import fdp.gradients.tape
 from fdp import ops, tree
 from fdp.gradients.attached_taps import WritesInPlace, attached_vjp, can_attach
 from fdp.gradients.execution import EAGER
@@ -56,14 +56,14 @@ def test_attached_taps_give_the_gradients_of_added_taps(case: Case):
 
 
 def test_the_check_notices_a_tap_that_gets_less_than_the_gradient(case: Case, monkeypatch):
-    attach, expand = fdp.gradients.taps.attach, fdp.gradients.taps.Tape.expand
-    monkeypatch.setattr(fdp.gradients.taps, "attach", lambda y, tap: attach(y, 0.999 * tap))
+    attach, expand = fdp.gradients.tape.attach, fdp.gradients.tape.Tape.expand
+    monkeypatch.setattr(fdp.gradients.tape, "attach", lambda y, tap: attach(y, 0.999 * tap))
 
     def less(self: Any, leaf: Any) -> Tensor:
         copies = expand(self, leaf)
         return 0.999 * copies + 0.001 * copies.detach() if self.attached else copies
 
-    monkeypatch.setattr(fdp.gradients.taps.Tape, "expand", less)
+    monkeypatch.setattr(fdp.gradients.tape.Tape, "expand", less)
     with pytest.raises(AssertionError):
         check_same_gradients(case)
 

@@ -18,7 +18,7 @@ from fdp.gradients.costs import (
     second_backward,
     sizes,
 )
-from fdp.gradients.taps import EXPANDED, Use
+from fdp.gradients.tape import EXPANDED, Use
 
 RATES = Rates(matrix=1e12, wide=1e11, bandwidth=1e10, kernels=True)
 B, T, P, D = 2, 256, 300, 500

@@ -13,7 +13,7 @@ from fdp import ops
 from fdp.gradients.costs import NormBy
 from fdp.gradients.plan import Method, explain, make_plan
 from fdp.gradients.rules import OneHot, Pair, per_sample_gradient
-from fdp.gradients.taps import EXPANDED, Use
+from fdp.gradients.tape import EXPANDED, Use
 from fdp.gradients.timing import default_store, load_times, measure, option_runs, signature
 from fdp.model import from_loss
 from fdp.types import FdpError

@@ -39,9 +39,10 @@ from fdp.parallel.sharding import Zero, abstract_params, make_sharding
 from fdp.privacy.clipping import flat
 from fdp.privacy.mechanism import Mechanism
 from fdp.privacy.sampling import poisson, trusted_batch
+from fdp.run.prepare_run import prepare
 from fdp.run.run_config import RunConfig
 from fdp.run.step_metrics import summarise
-from fdp.run.training_run import prepare, steps
+from fdp.run.training_run import steps
 from fdp.step import init_state, make_train_step
 from fdp.storage import checkpoint
 from fdp.types import Batch, FdpError, TrainState, Tree

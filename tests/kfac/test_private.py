@@ -14,8 +14,10 @@ import fdp.gradients.per_sample
 import fdp.kfac.private.noised_factors
 import fdp.step
 from fdp import keys, tree
-from fdp.data.datasets import digits, examples, windows
+from fdp.data.datasets import digits
 from fdp.data.digest import data_digest
+from fdp.data.images import examples
+from fdp.data.windows import windows
 from fdp.fast.compile_modes import Compile, make_execution
 from fdp.fast.compiled import CompiledRunner
 from fdp.fast.fused_update import FusedUpdate

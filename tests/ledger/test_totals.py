@@ -7,8 +7,9 @@ import pytest
 from fdp.cli.ledger import group_by_data
 from fdp.ledger.book import Entry
 from fdp.ledger.totals import DataTotal, total_on_same_data
-from fdp.privacy.guarantee import RELATION, Guarantee, compose, linked_data
+from fdp.privacy.guarantee import RELATION, Guarantee
 from fdp.privacy.releases import EVALUATIONS, GRADIENTS, Release, composed_epsilon
+from fdp.privacy.several_runs import compose, linked_data
 
 DELTA = 1e-6
 

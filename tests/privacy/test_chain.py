@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fdp.privacy.chain import compose_chain
-from fdp.privacy.guarantee import RELATION, Guarantee, compose
+from fdp.privacy.guarantee import RELATION, Guarantee
 from fdp.privacy.releases import EVALUATIONS, GRADIENTS, Release, composed_epsilon
+from fdp.privacy.several_runs import compose
 
 RELEASES = (Release(GRADIENTS, 0.02, 1.0, 40),)
 LAST = Guarantee(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from fdp.privacy.guarantee import MARKER, Guarantee, marker_text, shown_epsilon
+from fdp.privacy.guarantee import MARKER, Guarantee, marker_text
 from fdp.privacy.releases import composed_epsilon
+from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.report.contents import Contents, read_contents
 from fdp.report.page import make_page
 from fdp.report.promise import statement_words

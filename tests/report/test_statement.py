@@ -18,7 +18,8 @@ from fdp.report.checklists import ASK
 from fdp.report.documents import as_markdown, as_text
 from fdp.report.promise import promise
 from fdp.report.run_facts import read_facts, unit_note
-from fdp.report.statement import ANY_ORDER, make_statement
+from fdp.report.scope import ANY_ORDER
+from fdp.report.statement import make_statement
 from fdp.run.run_folder import read_run_folder
 from fdp.run.step_metrics import record_to_json
 from fdp.types import FdpError

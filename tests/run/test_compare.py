@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdp import keys, optimizers, step, tree
-from fdp.data import datasets
+from fdp.data.windows import windows
 from fdp.fast.compile_modes import Compile
 from fdp.fast.fused_update import FusedUpdate
 from fdp.fast.noisy_update import NoisyUpdate
@@ -26,8 +26,9 @@ from fdp.parallel import collectives, gather_reduce, sharded_init, sharding
 from fdp.parallel.sharding import Data, Reduce, Zero
 from fdp.privacy import clipping, noise
 from fdp.run.compare import Difference, Seen, Stage, compare, first_over, observe, read, relative_difference, write
+from fdp.run.prepare_run import prepare
 from fdp.run.run_config import Layout, RunConfig
-from fdp.run.training_run import draw_batch, prepare, steps
+from fdp.run.training_run import draw_batch, steps
 from fdp.types import ClippedSum, FdpError, Norms
 from tests.ranks import run_on_ranks
 
@@ -42,7 +43,7 @@ def config(**changes: Any) -> RunConfig:
     tokens = torch.randint(0, 7, (40 * 6,), generator=torch.Generator().manual_seed(3)).numpy()
     plain = RunConfig(
         model=gpt(MODEL),
-        dataset=datasets.windows(tokens, context=5, vocab_size=7, where="here"),
+        dataset=windows(tokens, context=5, vocab_size=7, where="here"),
         method=Method.MATERIALIZE,
         clip=clipping.flat(max_norm=0.5),
         noise_multiplier=1.0,

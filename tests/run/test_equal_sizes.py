@@ -24,10 +24,11 @@ from fdp.parallel.sharding import Zero
 from fdp.privacy import clipping
 from fdp.privacy.microbatches import check_sizes
 from fdp.run.equal_sizes import REPETITIONS, RoundingWarning, join_sizes, usable_sizes
+from fdp.run.prepare_run import Run, prepare
 from fdp.run.run_config import Layout, RunConfig
 from fdp.run.run_plan import first_examples
 from fdp.run.smaller_microbatches import MemoryWarning
-from fdp.run.training_run import Run, draw_batch, prepare, steps
+from fdp.run.training_run import draw_batch, steps
 from fdp.stages import Stages
 from fdp.step import init_state, make_train_step, sample_part, sum_over_microbatches
 from fdp.types import FdpError, NotRepeatable, TrainState

@@ -20,8 +20,9 @@ from fdp.gradients.plan import Method
 from fdp.models import GPTConfig, gpt
 from fdp.privacy import clipping
 from fdp.run.equal_sizes import MOST_MOVED, RoundingWarning
+from fdp.run.prepare_run import prepare
 from fdp.run.run_plan import first_examples
-from fdp.run.training_run import draw_batch, prepare, steps
+from fdp.run.training_run import draw_batch, steps
 from fdp.step import sample_part, sum_over_microbatches
 from tests.run.test_smaller_microbatches import CONFIG
 

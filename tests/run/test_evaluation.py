@@ -14,9 +14,10 @@ from fdp.cli.configure import configure
 from fdp.parallel.sharding import Zero
 from fdp.run.evaluation import attach_evaluations, make_evaluator
 from fdp.run.kept import exported, plain, start_keeping
+from fdp.run.prepare_run import prepare
 from fdp.run.run_config import Layout
 from fdp.run.step_metrics import Evaluation, parameter_digest
-from fdp.run.training_run import prepare, steps
+from fdp.run.training_run import steps
 from fdp.tree import flatten
 from tests.cli.train_runs import small_options
 from tests.ranks import run_on_ranks

@@ -15,8 +15,9 @@ from fdp.cli.configure import configure
 from fdp.gradients import plan as plans
 from fdp.gradients.costs import CUDA_HALF, Choice, NormBy
 from fdp.run.evaluation import make_evaluator
+from fdp.run.prepare_run import NEW_RUN, EarlierNoise, Run, extra_noise, prepare
 from fdp.run.same_noise import check_same_noise, earlier_noise, noise_record
-from fdp.run.training_run import NEW_RUN, EarlierNoise, Run, draw_batch, extra_noise, prepare
+from fdp.run.training_run import draw_batch
 from fdp.storage import checkpoint
 from fdp.types import ClippedSum, FdpError
 from tests.cli.train_runs import interrupt_after, last_json, small_options, train

@@ -19,9 +19,10 @@ from fdp.gradients.plan import Method
 from fdp.models import mlp
 from fdp.optimizers import adamw
 from fdp.privacy import clipping
+from fdp.run.prepare_run import prepare
 from fdp.run.run_config import RunConfig
 from fdp.run.smaller_microbatches import MemoryWarning, limit_groups
-from fdp.run.training_run import prepare, steps
+from fdp.run.training_run import steps
 from fdp.types import Batch, FdpError, RowGroups
 from tests.fake_graphs import install
 

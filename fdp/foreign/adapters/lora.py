@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fdp import keys, ops, tree
 from fdp.gradients.rules import Rule
-from fdp.gradients.taps import Tape, Use, Watched, batch_size_of
+from fdp.gradients.tape import Tape, Use, Watched
+from fdp.gradients.taps import batch_size_of
 from fdp.init import constant, uniform
 from fdp.model import Block, LeafSpec, Model, Outputs
 from fdp.parallel.dtensors import full_tensor

@@ -24,7 +24,8 @@ from fdp.foreign.hub.causal import causal_lm
 from fdp.foreign.hub.prefix_cache import PrefixCache
 from fdp.foreign.leaves import params_of
 from fdp.foreign.stack.block_functions import LayerBlock
-from fdp.gradients.taps import Watched, batch_size_of
+from fdp.gradients.tape import Watched
+from fdp.gradients.taps import batch_size_of
 from fdp.init import normal
 from fdp.model import LeafSpec, Model
 from fdp.types import FdpError, Key, Path, Tree

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdp import tree
 from fdp.gradients.rules import Rule
-from fdp.gradients.taps import EXPANDED, Tape, Watched, batch_size_of
+from fdp.gradients.tape import EXPANDED, Tape, Watched
+from fdp.gradients.taps import batch_size_of
 from fdp.types import FdpError, Path, Tree
 
 Weights: TypeAlias = Mapping[str, Tensor | Watched]

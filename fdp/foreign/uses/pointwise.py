@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fdp.foreign.uses.tracking import SAMPLES, SHARED, CallTrace, Tracked, align_copies
-from fdp.gradients.taps import Watched
+from fdp.gradients.tape import Watched
 from fdp.types import FdpError
 
 

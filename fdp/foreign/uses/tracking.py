@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fdp.foreign.module_state import VersionCounters
-from fdp.gradients.taps import Tape, Watched
+from fdp.gradients.tape import Tape, Watched
 from fdp.types import FdpError
 
 ALWAYS_FIRST = 1_000_000

@@ -42,7 +42,7 @@ from fdp.foreign.uses.side_effects import (
     nan_instead_of_draw,
 )
 from fdp.foreign.uses.tracking import CallTrace
-from fdp.gradients.taps import Watched
+from fdp.gradients.tape import Watched
 from fdp.gradients.vjp import RECOMPUTED, NotFunctional
 from fdp.types import FdpError
 
