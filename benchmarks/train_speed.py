@@ -35,7 +35,7 @@ from fdp.cli import session
 from fdp.cli.main import main as fdp_main
 from fdp.run import training_run
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import TrainState
 
 TARGET = 0.97

@@ -224,11 +224,14 @@ def _words(raw: bytes) -> list[int]:
     return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
 
 
-@torch.compiler.assume_constant_result
 def _path_words(path: str) -> list[int]:
     """Return the nonce of a path, hashed at trace time: 8 bits of purpose, 88 bits of SHA-256."""
     first, second, third, *_ = _words(hashlib.sha256(path.encode()).digest())
     return [first & 0xFFFFFF00 | _FOLD_STR, second, third]
+
+
+# As torch.compiler.assume_constant_result marks it, which would import torch's compiler first: a second in every start.
+_path_words._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _nonce(key: Key, *words: int) -> Int[Tensor, " 3"]:

@@ -301,6 +301,13 @@ def test_compiled_equals_eager_bitwise_for_a_traced_key_and_step(backend):
             assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
+def test_the_words_of_a_path_are_marked_as_torch_marks_a_constant():
+    def marked(path: str) -> list[int]:
+        return []
+
+    assert vars(keys._path_words) == vars(torch.compiler.assume_constant_result(marked)) != {}
+
+
 def test_a_draw_is_a_constant_inside_torch_func():
     def loss(w):
         return (w * keys.normal(keys.fold_in(ROOT, 1), (5,))).sum()

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 
 FAR_STEPS = 3
 """This many losses in a row that are far above the first one, or not finite, end a run."""

@@ -26,7 +26,7 @@ from fdp.privacy.guarantee import LARGE_EPSILON
 from fdp.privacy.sampling import Poisson
 from fdp.privacy.shown_numbers import round_up
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError, TrainState
 
 SAME_STEPS = 20

@@ -45,7 +45,8 @@ from fdp.report.search_price import Search, find_search, model_chain, price_prom
 from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord, guarantee_of
+from fdp.run.step_metrics import guarantee_of
+from fdp.run.step_record import StepRecord
 from fdp.storage.private_files import disk_errors, write_private
 from fdp.types import TrainState
 

@@ -23,7 +23,7 @@ from fdp.cli.names import choose
 from fdp.cli.train_options import TrainOptions
 from fdp.parallel import launch
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import TrainState
 
 EXIT_CODE = 4

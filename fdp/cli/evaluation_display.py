@@ -23,7 +23,7 @@ from fdp.run.evaluation import Evaluator
 from fdp.run.evaluation_config import Cost, EvaluationConfig, planned_steps
 from fdp.run.kept import Best, Kept, is_exhausted
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import Evaluation, StepRecord
+from fdp.run.step_record import Evaluation, StepRecord
 from fdp.types import TrainState
 
 CHOICE = {

@@ -25,7 +25,7 @@ from fdp.cli.display import loss_text
 from fdp.fast.compile_modes import Compile
 from fdp.privacy.shown_numbers import shown_epsilon
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import TrainState
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -31,7 +31,7 @@ from fdp.run.evaluation_config import Cost
 from fdp.run.prepare_run import NEW_RUN, EarlierNoise, Run, measured_samples
 from fdp.run.run_folder import read_records
 from fdp.run.same_noise import check_same_noise, check_same_rounding, earlier_noise, noise_record, read_noise
-from fdp.run.step_metrics import Evaluation
+from fdp.run.step_record import Evaluation
 from fdp.storage import checkpoint
 from fdp.storage.checkpoint_record import Damaged, Verified
 from fdp.storage.private_files import write_private

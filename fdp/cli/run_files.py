@@ -37,7 +37,7 @@ from fdp.privacy.guarantee import MARKER, RELATION
 from fdp.run.prepare_run import Run, extra_noise
 from fdp.run.run_folder import is_run_folder
 from fdp.run.same_noise import rounding_record
-from fdp.run.step_metrics import StepRecord, record_to_json
+from fdp.run.step_record import StepRecord, record_to_json
 from fdp.storage.dcp import digest_of
 from fdp.storage.private_files import disk_errors, open_private, write_private
 from fdp.types import FdpError, Key, TrainState

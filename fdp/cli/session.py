@@ -44,7 +44,8 @@ from fdp.run.kept import Kept, exported, plain, start_keeping
 from fdp.run.prepare_run import Run, prepare
 from fdp.run.run_config import RunConfig
 from fdp.run.run_folder import read_records
-from fdp.run.step_metrics import StepRecord, summarise
+from fdp.run.step_metrics import summarise
+from fdp.run.step_record import StepRecord
 from fdp.run.training_run import can_run_ahead, steps
 from fdp.storage import checkpoint
 from fdp.types import FdpError, TrainState, Tree

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fdp.cli.tracked_values import tracked_values
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.storage.private_files import OWNER_ONLY, disk_errors
 from fdp.types import TrainState
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 
 NAMES = {
     "loss": "loss/train",

@@ -21,7 +21,7 @@ from fdp.cli.train_options import TrainOptions
 from fdp.cli.weights_and_biases import log_to_wandb
 from fdp.extras import missing_package
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError, TrainState
 
 Stream = Iterable[tuple[TrainState, StepRecord]]

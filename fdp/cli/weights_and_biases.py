@@ -18,7 +18,7 @@ from typing import Any
 from fdp.cli.run_files import key_digest
 from fdp.cli.tracked_values import tracked_values
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError, TrainState
 
 NOT_SENT = frozenset({"seed", "out", "quiet", "as_json", "wandb", "wandb_online", "tensorboard"})

@@ -29,7 +29,7 @@ from fdp.run.labelled_batches import LABELS
 from fdp.run.private_run import PrivateRun, private
 from fdp.run.run_checkpoint import check_folder
 from fdp.run.sample_losses import Loss
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError
 
 STATES = "fdp_state"

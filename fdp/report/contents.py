@@ -22,7 +22,7 @@ from fdp.report.curves import Curve, average, curve, curve_of, held_out, sample_
 from fdp.report.headline import model_total
 from fdp.report.search_price import find_search
 from fdp.run.run_folder import RunFolder
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 
 SHOWN_TEXTS = 12
 """Evaluations whose generated texts are shown, the last ones."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 
 DIGITS = 6
 """Significant digits of a value on a page."""

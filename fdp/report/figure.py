@@ -17,7 +17,7 @@ from fdp.privacy.guarantee import RELATION
 from fdp.privacy.shown_numbers import shown_delta
 from fdp.report.curves import Curve, curve, held_out, smoothed
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.storage.private_files import open_private
 
 BLUE, ORANGE, GREEN, GREY = "#0b7285", "#d9480f", "#5c940d", "#868e96"

@@ -38,7 +38,7 @@ from fdp.run.forward import forward_weights, losses_and_scores, sample_losses
 from fdp.run.kept import Kept, evaluated_params, is_exhausted, judge, keep_up
 from fdp.run.noised_evaluation import Release, contributions
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import Evaluation, StepRecord
+from fdp.run.step_record import Evaluation, StepRecord
 from fdp.types import FdpError, TrainState, Tree
 
 MOST_SCORES = 1 << 28

@@ -18,7 +18,8 @@ from fdp.gradients.plan import Method
 from fdp.parallel import collectives
 from fdp.run.overlap import Arrival, send_to_host
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import StepRecord, make_step_record, step_numbers
+from fdp.run.step_metrics import make_step_record, step_numbers
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError, Metrics, Norms, TrainState
 
 

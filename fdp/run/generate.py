@@ -27,7 +27,7 @@ from fdp.gradients.block_loop import Weights
 from fdp.parallel import collectives
 from fdp.run.forward import scores
 from fdp.run.kept import evaluated_params
-from fdp.run.step_metrics import Evaluation, StepRecord
+from fdp.run.step_record import Evaluation, StepRecord
 from fdp.types import FdpError, Key, TrainState, Tree
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fdp import tree
 from fdp.run.averaging import copy_leaves, replace_leaves, start_average, update_average
 from fdp.run.prepare_run import Run
-from fdp.run.step_metrics import Evaluation
+from fdp.run.step_record import Evaluation
 from fdp.types import Flat, TrainState, Tree
 
 

@@ -46,7 +46,8 @@ from fdp.run.run_config import RunConfig
 from fdp.run.sample_losses import Loss
 from fdp.run.save_module import save_module, save_params
 from fdp.run.spent import spent
-from fdp.run.step_metrics import Evaluation, StepRecord, guarantee_of
+from fdp.run.step_metrics import guarantee_of
+from fdp.run.step_record import Evaluation, StepRecord
 from fdp.run.trained_runs import TrainedRun
 from fdp.run.training_run import steps
 from fdp.types import Key, TrainState, Tree

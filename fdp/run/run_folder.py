@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fdp.run.step_metrics import StepRecord, record_from_json
+from fdp.run.step_record import StepRecord, record_from_json
 from fdp.types import FdpError
 
 SEARCH_RESULT = "search.json"

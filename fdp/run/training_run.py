@@ -30,7 +30,7 @@ from fdp.privacy.sampling import TRAINING, Poisson, sample_batch
 from fdp.run.flight import Flight, land, read_clip_bound, take_off
 from fdp.run.overlap import Draws, send_to_device
 from fdp.run.prepare_run import Run, in_one_order
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import Batch, Key, TrainState
 
 

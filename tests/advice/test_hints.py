@@ -14,7 +14,7 @@ from fdp.cli.configure import configure
 from fdp.privacy.guarantee import RELATION, Guarantee
 from fdp.privacy.shown_numbers import round_up
 from fdp.run.prepare_run import Run, prepare
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from tests.cli.train_runs import last_json, small_options, train
 
 

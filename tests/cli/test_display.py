@@ -16,7 +16,7 @@ from fdp.cli.covered_files import describe_covered, describe_not_covered
 from fdp.privacy.guarantee import RELATION
 from fdp.run import prepare_run, training_run
 from fdp.run.equal_sizes import RoundingWarning
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from tests.cli.train_runs import call, small_options, train
 
 

@@ -25,7 +25,7 @@ from fdp.run.evaluation import evaluate, make_evaluator
 from fdp.run.evaluation_config import planned_steps
 from fdp.run.prepare_run import prepare
 from fdp.run.run_folder import read_run_folder
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.storage import checkpoint
 from fdp.storage.safetensors import import_safetensors
 from fdp.types import FdpError

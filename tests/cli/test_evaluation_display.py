@@ -12,7 +12,7 @@ from fdp.run.evaluation import make_evaluator
 from fdp.run.evaluation_config import planned_steps
 from fdp.run.noised_evaluation import evaluation_noise
 from fdp.run.prepare_run import prepare
-from fdp.run.step_metrics import Evaluation
+from fdp.run.step_record import Evaluation
 from tests.cli.train_runs import small_options
 
 

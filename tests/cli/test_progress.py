@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fdp.cli import progress
 from fdp.fast.compile_modes import Compile
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 
 
 def record(step: int) -> Any:

@@ -27,7 +27,8 @@ from fdp.optimizers import Optimizer
 from fdp.parallel.launch import join_ranks
 from fdp.privacy.guarantee import RELATION
 from fdp.run import training_run as runs
-from fdp.run.step_metrics import StepRecord, parameter_digest
+from fdp.run.step_metrics import parameter_digest
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError
 from tests.cli.train_runs import FILES, SMALL, call, last_json, small_options, train
 
@@ -402,6 +403,12 @@ def test_without_a_command_a_tour_is_printed(capsys: pytest.CaptureFixture[str])
 
 def test_help_and_version_do_not_load_torch() -> None:
     code = "import sys, fdp.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=None, check=False).returncode == 0
+
+
+@pytest.mark.long
+def test_commands_that_compute_no_step_do_not_load_torchs_compiler() -> None:
+    code = "import sys, fdp.cli.ledger_totals, fdp.run.run_folder; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=None, check=False).returncode == 0
 
 

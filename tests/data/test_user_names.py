@@ -27,11 +27,13 @@ AWKWARD = st.text(
 )
 
 
+@pytest.mark.long
 @given(name=TEXTS | AWKWARD)
 def test_normalizing_twice_changes_nothing(name: str) -> None:
     assert normalize_name(normalize_name(name)) == normalize_name(name)
 
 
+@pytest.mark.long
 @given(name=TEXTS | AWKWARD, unseen=st.sampled_from(UNSEEN), place=st.integers(0, 12))
 def test_an_invisible_character_changes_nothing(name: str, unseen: str, place: int) -> None:
     assert normalize_name(name[:place] + unseen + name[place:]) == normalize_name(name)

@@ -128,8 +128,8 @@ def test_code_that_other_settings_compile_again_is_for_any_size_too():
     assert len(backend.graphs) == 2 * len(blocks.code) == 6
 
 
-@pytest.mark.parametrize("private", [True, False])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("private", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_data_anywhere_in_its_batch_runs_the_same_code(size, private):
     """A microbatch is a part of a batch, and while a CUDA graph is recorded, which must not compile, a copy of it."""
     case, backend = case_of("gpt"), Counting()
@@ -146,7 +146,7 @@ SHORT, WHOLE = ((1, 2, 1), [3, 6, 6]), ((1, 2, 6, 1, 2), [3, 6, 9, 9, 9])
 
 
 @pytest.mark.parametrize(("sizes", "graphs"), [SHORT, pytest.param(*WHOLE, marks=pytest.mark.long)])
-@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("private", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_one_sample_runs_the_code_that_it_ran_before_larger_sizes_came(private, sizes, graphs):
     """Whatever has run once may be recorded as a CUDA graph, and is not compiled again then."""
     case, backend = case_of("gpt"), Counting()
@@ -158,6 +158,7 @@ def test_one_sample_runs_the_code_that_it_ran_before_larger_sizes_came(private, 
     assert counts == graphs
 
 
+@pytest.mark.long
 def test_no_mark_stays_on_the_data():
     case = case_of("gpt")
     before = dict(case.data["tokens"].__dict__)
@@ -165,6 +166,7 @@ def test_no_mark_stays_on_the_data():
     assert case.data["tokens"].__dict__ == before
 
 
+@pytest.mark.long
 def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
     """Six samples of six tokens: only the dimension of samples varies."""
     model = gpt(GPTConfig(layers=1, width=6, heads=2, context=6, vocab_size=6))
@@ -178,7 +180,15 @@ def test_as_many_samples_as_tokens_or_as_other_sizes_are_still_told_apart():
 
 
 @pytest.mark.parametrize("private", [True, pytest.param(False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["loop", "scales", "all-ways", "convolutions"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "loop",
+        pytest.param("scales", marks=pytest.mark.long),
+        "all-ways",
+        pytest.param("convolutions", marks=pytest.mark.long),
+    ],
+)
 def test_rarer_uses_have_the_gradients_of_every_size(name, private):
     """Compare all sizes, whether they share code or not."""
     case = case_named(name)

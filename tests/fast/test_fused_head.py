@@ -175,7 +175,7 @@ def test_a_head_is_fused_only_if_the_plan_stores_what_its_sum_needs():
     assert not can_fuse(block, make_plan(model, params, DATA, method=Method.FLASH, memory_budget=0.0))
 
 
-@pytest.mark.parametrize("frozen", ["head.norm", "head.weight"])
+@pytest.mark.parametrize("frozen", [pytest.param("head.norm", marks=pytest.mark.long), "head.weight"])
 def test_frozen_leaves_of_a_head_have_no_part(frozen):
     model = MODELS["gpt-untied"]._replace(frozen=frozenset({frozen}))
     params = random_like(model)

@@ -249,7 +249,7 @@ RECORDS = {  # lengths of one user's records, in windows of 8 tokens and a targe
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("mistral", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", RECORDS)
 def test_empty_and_short_records_of_a_user_have_the_losses_they_have_alone(name, kind):
     draw = np.random.default_rng(3)

@@ -10,7 +10,7 @@ from typing import Any
 from fdp.cli.fast_defaults import resolve_fast_defaults
 from fdp.cli.options import to_dict
 from fdp.cli.train_options import TrainOptions
-from fdp.run.step_metrics import Evaluation, StepRecord, record_to_json
+from fdp.run.step_record import Evaluation, StepRecord, record_to_json
 
 
 def make_records(

@@ -17,7 +17,7 @@ from fdp.report.curves import Curve
 from fdp.report.markup import Html, data_block, element, join
 from fdp.report.page import NOT_PRIVATE, NOT_TO_SHARE, make_page
 from fdp.report.sections import duration, size
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from tests.report.run_folders import make_records, write_run
 
 EVIL = '<script>alert("run")</script><img src=x onerror=alert(1)>'

@@ -21,7 +21,7 @@ from fdp.report.run_facts import read_facts, unit_note
 from fdp.report.scope import ANY_ORDER
 from fdp.report.statement import make_statement
 from fdp.run.run_folder import read_run_folder
-from fdp.run.step_metrics import record_to_json
+from fdp.run.step_record import record_to_json
 from fdp.types import FdpError
 from tests.conftest import coarse_groups
 from tests.report.run_folders import make_records

@@ -308,7 +308,12 @@ IN_THE_PASS: dict[str, tuple[str, Any, Stage]] = {
 }
 
 
-@pytest.mark.parametrize("fault", IN_THE_PASS)
+FIRST_IN_THE_PASS, *LATER_IN_THE_PASS = IN_THE_PASS
+
+
+@pytest.mark.parametrize(
+    "fault", [FIRST_IN_THE_PASS, *(pytest.param(fault, marks=pytest.mark.long) for fault in LATER_IN_THE_PASS)]
+)
 def test_a_fault_planted_in_the_fused_pass_is_found_at_its_stage(one_rank: list[Seen], fault: str) -> None:
     target, wrong, stage = IN_THE_PASS[fault]
     with mock.patch(target, wrong):

@@ -16,7 +16,8 @@ from fdp.run.evaluation import attach_evaluations, make_evaluator
 from fdp.run.kept import exported, plain, start_keeping
 from fdp.run.prepare_run import prepare
 from fdp.run.run_config import Layout
-from fdp.run.step_metrics import Evaluation, parameter_digest
+from fdp.run.step_metrics import parameter_digest
+from fdp.run.step_record import Evaluation
 from fdp.run.training_run import steps
 from fdp.tree import flatten
 from tests.cli.train_runs import small_options

@@ -13,7 +13,7 @@ from fdp.data.text import BYTES
 from fdp.models import GPTConfig, gpt
 from fdp.run.forward import forward_weights
 from fdp.run.generate import Decoding, _choose, attach_texts, check_decoding, decode, generate, window_of
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.types import FdpError, TrainState
 
 MODEL = gpt(GPTConfig(layers=2, width=16, heads=2, context=8, vocab_size=300))

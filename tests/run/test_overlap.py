@@ -18,7 +18,7 @@ from fdp.privacy import clipping
 from fdp.run import flight
 from fdp.run.overlap import Draws, send_to_device, send_to_host
 from fdp.run.prepare_run import prepare
-from fdp.run.step_metrics import StepRecord
+from fdp.run.step_record import StepRecord
 from fdp.run.training_run import can_run_ahead, steps
 from fdp.types import FdpError
 from tests.cli.train_runs import interrupt_after, last_json, train

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fdp.run.run_folder import read_records, read_run_folder
-from fdp.run.step_metrics import Evaluation, StepRecord, record_from_json, record_to_json
+from fdp.run.step_record import Evaluation, StepRecord, record_from_json, record_to_json
 from fdp.types import FdpError
 
 RECORD = StepRecord(1, 2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, samples=8, seconds=2.0)

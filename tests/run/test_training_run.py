@@ -20,7 +20,8 @@ from fdp.gradients.plan import Method, make_plan
 from fdp.privacy import accounting, clipping, sampling
 from fdp.run.prepare_run import prepare
 from fdp.run.run_config import RunConfig
-from fdp.run.step_metrics import StepRecord, parameter_digest, summarise
+from fdp.run.step_metrics import parameter_digest, summarise
+from fdp.run.step_record import StepRecord
 from fdp.run.training_run import draw_batch, steps
 from fdp.step import init_state, make_train_step
 from fdp.types import FdpError, TrainState, Tree
