@@ -215,7 +215,7 @@ def _sum_body(
     for b in tl.range(0, batch, SAMPLES, loop_unroll_factor=UNROLL):
         factor_S = tl.load(factor_ptr + b + sample, mask=b + sample < batch, other=0.0).to(tl.float64)
         value_SB = tl.load(here, mask=(element < n)[None, :] & (factor_S != 0)[:, None], other=0.0)
-        here += SAMPLES * n.to(tl.int64)  # an offset over all samples may exceed 2^31
+        here += SAMPLES * n  # from samples to the next: an offset over all samples may exceed 2^31
         total_SB += factor_S[:, None] * value_SB.to(tl.float32).to(tl.float64)
     total = tl.sum(total_SB, 0)
     if ONTO:

@@ -11,10 +11,12 @@ from typing import Any
 
 import triton
 from fdp_kernels import ghost_hopper, keep_hopper, sum_hopper, weighted_hopper
+from fdp_kernels import keep as keep_kernel
 from fdp_kernels.hopper import ring_layout
 from fdp_kernels.tile_gemm import Tile
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 POINTERS = {"tile_ptr": "*fp64", "size_ptr": "*fp32", "token_ptr": "*fp64", "row_ptr": "*fp64"}
@@ -88,6 +90,20 @@ def sum_int8() -> Any:
     return compile_body(sum_hopper._sum_hopper_body, constants, {"q": f"[{sum_hopper.BLOCKS}, 8, 32]"}, warps=1)
 
 
+def sum_stored(elements: int, samples: int) -> Any:
+    """Return the compiled body of ``keep.weighted_sum``; a number that is 1 becomes a constant, as in a launch."""
+    shape = (keep_kernel.SMALL_SAMPLES, keep_kernel.SMALL_BLOCK, 1) if samples > 1 else (1, keep_kernel.BLOCK, 4)
+    constants: dict[str, Any] = {"ONTO": True, **dict(zip(("SAMPLES", "BLOCK", "UNROLL"), shape))}
+    constants |= {name: 1 for name, number in (("n", elements), ("batch", samples)) if number == 1}
+    pointers = {"G_ptr": "*bf16", "factor_ptr": "*fp64", "onto_ptr": "*fp64", "out_ptr": "*fp64"}
+    names = keep_kernel._sum_body.arg_names
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    source = ASTSource(
+        keep_kernel._sum_body, signature, {(names.index(name),): value for name, value in constants.items()}, {}
+    )
+    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
 def stack_bytes(compiled: Any) -> int:
     """Return the bytes of local memory that a thread uses: registers that were spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -108,6 +124,7 @@ BODIES = {
     **{f"keep_{tile.rows}": partial(keep, tile) for tile in keep_hopper.TILES},
     "keep_int8": keep_int8,
     "sum_int8": sum_int8,
+    **{f"sum_stored_{n}_{samples}": partial(sum_stored, n, samples) for n in (1, 5) for samples in (1, 5)},
 }
 
 if __name__ == "__main__":

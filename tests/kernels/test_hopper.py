@@ -48,6 +48,7 @@ needs_hopper = pytest.mark.skipif(
         ("keep_int8", 2),
         ("ghost", 2 * 2 * 2),
         ("sum_int8", 8),
+        *((f"sum_stored_{elements}_{samples}", 0) for elements in (1, 5) for samples in (1, 5)),
     ],
 )
 def test_bodies_compile_for_hopper(body: str, groups: int) -> None:
