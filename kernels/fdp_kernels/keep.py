@@ -302,12 +302,17 @@ def launch_add_weighted_sum_(onto_N: Tensor, G_BN: Tensor, factors_B: Tensor) ->
 
 
 def _launch_sum(G: Tensor, factors: Tensor, before: Tensor, out: Tensor, *, onto: bool) -> None:
-    n = out.numel()
-    samples, block, unroll = (SMALL_SAMPLES, SMALL_BLOCK, 1) if n <= SMALL and len(G) > 1 else (1, BLOCK, 4)
-    _sum_body[(cdiv(n, block),)](
-        G.contiguous(), factors.contiguous(), before, out, len(G), n,
-        ONTO=onto, SAMPLES=samples, BLOCK=block, UNROLL=unroll, num_warps=4,
-    )  # fmt: skip
+    n, options = out.numel(), sum_options(out.numel(), len(G))
+    _sum_body[(cdiv(n, options["BLOCK"]),)](
+        G.contiguous(), factors.contiguous(), before, out, len(G), n, ONTO=onto, **options, num_warps=4
+    )
+
+
+def sum_options(elements: int, samples: int) -> dict[str, int]:
+    """Return the constants of the body of ``weighted_sum`` for gradients of so many elements and so many samples."""
+    if elements <= SMALL and samples > 1:
+        return {"SAMPLES": SMALL_SAMPLES, "BLOCK": SMALL_BLOCK, "UNROLL": 1}
+    return {"SAMPLES": 1, "BLOCK": BLOCK, "UNROLL": 4}
 
 
 def _check_sum(G: Tensor, factors: Tensor, dtype: torch.dtype, onto: Tensor | None) -> None:

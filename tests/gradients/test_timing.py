@@ -33,7 +33,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Which measurements were taken; each is one second longer than the one before."""
+    """Return which measurements were taken; each is one second longer than the one before."""
     seen: list[str] = []
 
     def time(use, by, dtype, device, seconds):

@@ -11,8 +11,8 @@ from typing import Any
 
 import triton
 from fdp_kernels import ghost_hopper, keep_hopper, sum_hopper, weighted_hopper
-from fdp_kernels import keep as keep_kernel
 from fdp_kernels.hopper import ring_layout
+from fdp_kernels.keep import _sum_body, sum_options
 from fdp_kernels.tile_gemm import Tile
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
@@ -37,12 +37,14 @@ def type_of(name: str, boxes: dict[str, str], int8: bool) -> str:
     return POINTERS.get(name, "*fp32" if "_ptr" in name else "i32")
 
 
-def compile_body(body: Any, constants: dict[str, Any], boxes: dict[str, str], *, warps: int = 4) -> Any:
+def compile_body(
+    body: Any, constants: dict[str, Any], boxes: dict[str, str], *, warps: int = 4, kind: Any = GluonASTSource
+) -> Any:
     """Return the body, compiled for compute capability 9.0."""
     names = body.arg_names
     int8 = constants.get("INT8", "q" in boxes)
     signature = {name: "constexpr" if name in constants else type_of(name, boxes, int8) for name in names}
-    source = GluonASTSource(body, signature, {(names.index(name),): value for name, value in constants.items()}, {})
+    source = kind(body, signature, {(names.index(name),): value for name, value in constants.items()}, {})
     return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
@@ -92,16 +94,9 @@ def sum_int8() -> Any:
 
 def sum_stored(elements: int, samples: int) -> Any:
     """Return the compiled body of ``keep.weighted_sum``; a number that is 1 becomes a constant, as in a launch."""
-    shape = (keep_kernel.SMALL_SAMPLES, keep_kernel.SMALL_BLOCK, 1) if samples > 1 else (1, keep_kernel.BLOCK, 4)
-    constants: dict[str, Any] = {"ONTO": True, **dict(zip(("SAMPLES", "BLOCK", "UNROLL"), shape))}
+    constants = {"ONTO": True, **sum_options(elements, samples)}
     constants |= {name: 1 for name, number in (("n", elements), ("batch", samples)) if number == 1}
-    pointers = {"G_ptr": "*bf16", "factor_ptr": "*fp64", "onto_ptr": "*fp64", "out_ptr": "*fp64"}
-    names = keep_kernel._sum_body.arg_names
-    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    source = ASTSource(
-        keep_kernel._sum_body, signature, {(names.index(name),): value for name, value in constants.items()}, {}
-    )
-    return triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return compile_body(_sum_body, constants, {}, kind=ASTSource)
 
 
 def stack_bytes(compiled: Any) -> int:
